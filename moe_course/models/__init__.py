@@ -1,0 +1,1 @@
+"""Language models put together from ``moe_course.layers``."""

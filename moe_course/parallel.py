@@ -1,0 +1,113 @@
+"""Mesh axes and sharding rules: which axis a dimension is cut along.
+
+The mesh is ``data x fsdp x expert``, ``expert`` innermost, so that the ranks which exchange tokens are
+neighbours. Tokens are cut over all three axes. Expert weights are cut over ``expert`` by expert and over
+``fsdp`` within each expert; every other large weight is cut over ``fsdp``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_course.errors import SettingError
+
+DATA, FSDP, EXPERT = "data", "fsdp", "expert"
+TOKEN_AXES = (DATA, FSDP, EXPERT)
+"""Axes over which tokens (and the batch) are cut."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes. Their product is the number of devices."""
+
+    data: int = 1
+    """Replicas of the whole model."""
+    fsdp: int = 2
+    """Ways the weights and the optimizer state are cut."""
+    expert: int = 4
+    """Ranks that own different experts and exchange tokens (the expert-parallel size)."""
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.expert
+
+    def validate(self, num_devices: int, num_experts: int, batch_size: int) -> None:
+        """Raise :class:`SettingError` unless this mesh fits the devices, the experts and the batch."""
+        for name in TOKEN_AXES:
+            if getattr(self, name) < 1:
+                raise SettingError(
+                    f"mesh axis {name} is {getattr(self, name)}. Set --mesh.{name} to 1 or more."
+                )
+        if self.size != num_devices:
+            raise SettingError(
+                f"the mesh data {self.data} x fsdp {self.fsdp} x expert {self.expert} needs {self.size} devices "
+                f"but there are {num_devices}. Set --devices {self.size}, or change --mesh.data, --mesh.fsdp or "
+                f"--mesh.expert so that their product is {num_devices}."
+            )
+        if num_experts % self.expert:
+            raise SettingError(
+                f"{num_experts} experts do not divide over an expert axis of {self.expert}. "
+                f"Set --mesh.expert to a divisor of {num_experts}, or --model.num-experts to a multiple of {self.expert}."
+            )
+        if batch_size % self.size:
+            near = max(self.size, round(batch_size / self.size) * self.size)
+            raise SettingError(
+                f"batch_size {batch_size} does not divide over {self.size} devices. Set --batch-size to a multiple "
+                f"of {self.size}, for example {near}."
+            )
+
+
+def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
+    """The ``data x fsdp x expert`` mesh over ``devices`` (default: the first ``config.size`` of all)."""
+    devices = jax.devices()[: config.size] if devices is None else devices
+    shape = (config.data, config.fsdp, config.expert)
+    return jax.make_mesh(shape, TOKEN_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def single_device_mesh(device=None) -> Mesh:
+    """A mesh of one device: every sharded path must also run, unchanged, on it."""
+    return make_mesh(MeshConfig(1, 1, 1), [device or jax.devices()[0]])
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Leading dimension (batch or tokens) over every axis."""
+    return NamedSharding(mesh, P(TOKEN_AXES))
+
+
+def param_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The partition of one parameter, from its name and shape.
+
+    ``experts/*`` are [E, in, out]: E over ``expert``, the wider of the other two over ``fsdp``. The router
+    and all vectors stay whole (they are small and float32). Any other matrix is cut over ``fsdp`` along its
+    longest dimension that divides. A dimension that does not divide stays whole.
+    """
+    fsdp = mesh.shape[FSDP]
+    if "router" in path or len(shape) < 2:
+        return P()
+    is_expert = "experts" in path
+    candidates = range(1, len(shape)) if is_expert else range(len(shape))
+    spec: list[str | None] = [None] * len(shape)
+    if is_expert:
+        spec[0] = EXPERT
+    divisible = [d for d in candidates if shape[d] % fsdp == 0]
+    if fsdp > 1 and divisible:
+        spec[max(divisible, key=lambda d: shape[d])] = FSDP
+    return P(*spec)
+
+
+def tree_shardings(tree, mesh: Mesh):
+    """``NamedSharding`` for every leaf of a parameter or optimizer-state tree, by :func:`param_spec`."""
+
+    def of_leaf(path, leaf):
+        names = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+        return NamedSharding(mesh, param_spec(names, leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, tree)
+
+
+def shard_tokens(fn: Callable, mesh: Mesh, out_specs, in_specs) -> Callable:
+    """``jax.shard_map`` over the whole mesh with replication checking on."""
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
