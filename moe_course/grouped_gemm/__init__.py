@@ -1,0 +1,87 @@
+"""Grouped GEMM: many matrix products, one per expert, over rows that are sorted by expert.
+
+``grouped_gemm(rows, kernels, group_sizes)`` multiplies the first ``group_sizes[0]`` rows by
+``kernels[0]``, the next ``group_sizes[1]`` rows by ``kernels[1]``, and so on. The sizes are data on the
+device: changing them compiles nothing. One contract, one file per kernel:
+
+==============  ====================================================  ===================================
+backend         what it is                                            runs on
+==============  ====================================================  ===================================
+``reference``   a loop over all experts, every row, masked            anything; slow, to be read
+``tiled``       tiles of one group, walked in a loop, no padding      anything; the CPU kernel
+``ragged_dot``  ``jax.lax.ragged_dot`` held to this contract          anything; a dense fallback on CPU
+``pallas``      a kernel for the GPU written from scratch             GPU; anywhere in interpret mode
+==============  ====================================================  ===================================
+"""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_course.errors import SettingError
+from moe_course.grouped_gemm.tiled import tiled
+from moe_course.grouped_gemm.varying import vary_alike
+
+Backend = Literal["auto", "reference", "tiled", "ragged_dot", "pallas"]
+BACKENDS: dict[str, Callable] = {"tiled": tiled}
+
+
+def grouped_gemm(
+    rows: Float[Array, "rows d_model"],
+    kernels: Float[Array, "experts d_model d_ff"],
+    group_sizes: Int[Array, "experts"],
+    *,
+    backend: Backend = "auto",
+    recipe: None = None,
+) -> Float[Array, "rows d_ff"]:
+    """Multiply each group of rows by its own kernel.
+
+    Rows past ``sum(group_sizes)`` are unspecified in the result and reach no other result and no gradient,
+    whatever they hold (NaN too); their own gradient is 0. Sums run in float32; the result has the dtype of
+    ``rows``. Differentiable in ``rows`` and ``kernels``. Works under ``jit`` and ``jax.shard_map``; where an
+    argument is replicated over a mesh axis that another varies over, its gradient is summed over that axis.
+
+    Raises:
+        TypeError: ``group_sizes`` is not an integer array, or ``rows`` and ``kernels`` differ in dtype.
+        ValueError: shapes disagree.
+        SettingError: the backend is unknown or cannot run here; the message says what would fix it.
+    """
+    _check(rows, kernels, group_sizes)
+    if recipe is not None:
+        raise SettingError(
+            "grouped_gemm has no low-precision recipes yet: they come with moe_course.quant (chapter 08). "
+            "Pass recipe=None."
+        )
+    return _resolve(backend)(*vary_alike(rows, kernels, group_sizes))
+
+
+def _resolve(backend: str) -> Callable:
+    if backend == "auto":
+        backend = "tiled"
+    if backend not in get_args(Backend):
+        raise SettingError(
+            f"unknown grouped GEMM backend {backend!r}. Choose one of {', '.join(get_args(Backend))}."
+        )
+    if backend not in BACKENDS:
+        raise SettingError(f"grouped GEMM backend {backend!r} is not built yet. Use backend='auto'.")
+    return BACKENDS[backend]
+
+
+def _check(rows: Array, kernels: Array, group_sizes: Array) -> None:
+    shapes = f"rows {rows.shape}, kernels {kernels.shape}, group_sizes {group_sizes.shape}"
+    if rows.ndim != 2 or kernels.ndim != 3 or group_sizes.ndim != 1:
+        raise ValueError(
+            f"grouped_gemm needs rows [M, D], kernels [E, D, F] and group_sizes [E], got {shapes}"
+        )
+    if rows.shape[1] != kernels.shape[1]:
+        raise ValueError(f"rows and kernels disagree on D ({rows.shape[1]} and {kernels.shape[1]}): {shapes}")
+    if kernels.shape[0] != group_sizes.shape[0]:
+        raise ValueError(
+            f"kernels and group_sizes disagree on E ({kernels.shape[0]} and {group_sizes.shape[0]}): {shapes}"
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be integers (rows per expert), got {group_sizes.dtype}")
+    if rows.dtype != kernels.dtype or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise TypeError(f"rows and kernels must share one float dtype, got {rows.dtype} and {kernels.dtype}")
