@@ -7,8 +7,11 @@ neighbours. Tokens are cut over all three axes. Expert weights are cut over ``ex
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -77,25 +80,33 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(TOKEN_AXES))
 
 
-def param_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The partition of one parameter, from its name and shape.
+def matrix_spec(shape: tuple[int, ...], fsdp: int) -> P:
+    """A weight matrix: its longest dimension that divides over ``fsdp`` is cut there; vectors stay whole."""
+    divisible = [d for d in range(len(shape)) if shape[d] % fsdp == 0]
+    if fsdp == 1 or len(shape) < 2 or not divisible:
+        return P()
+    spec: list[str | None] = [None] * len(shape)
+    spec[max(divisible, key=lambda d: shape[d])] = FSDP
+    return P(*spec)
 
-    ``experts/*`` are [E, in, out]: E over ``expert``, the wider of the other two over ``fsdp``. The router
-    and all vectors stay whole (they are small and float32). Any other matrix is cut over ``fsdp`` along its
-    longest dimension that divides. A dimension that does not divide stays whole.
+
+def expert_spec(shape: tuple[int, int, int], fsdp: int) -> P:
+    """Expert weights [E, in, out]: E over ``expert``, each matrix as :func:`matrix_spec`."""
+    inner = matrix_spec(shape[1:], fsdp)
+    return P(EXPERT, *inner)
+
+
+def param_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The partition of one parameter (or its optimizer moments), from its name and shape.
+
+    The router stays whole: it is small, float32, and every rank must pick the same experts.
     """
     fsdp = mesh.shape[FSDP]
-    if "router" in path or len(shape) < 2:
+    if "router" in path:
         return P()
-    is_expert = "experts" in path
-    candidates = range(1, len(shape)) if is_expert else range(len(shape))
-    spec: list[str | None] = [None] * len(shape)
-    if is_expert:
-        spec[0] = EXPERT
-    divisible = [d for d in candidates if shape[d] % fsdp == 0]
-    if fsdp > 1 and divisible:
-        spec[max(divisible, key=lambda d: shape[d])] = FSDP
-    return P(*spec)
+    if "experts" in path:
+        return expert_spec(shape, fsdp)
+    return matrix_spec(shape, fsdp)
 
 
 def tree_shardings(tree, mesh: Mesh):
@@ -108,6 +119,48 @@ def tree_shardings(tree, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
 
-def shard_tokens(fn: Callable, mesh: Mesh, out_specs, in_specs) -> Callable:
-    """``jax.shard_map`` over the whole mesh with replication checking on."""
-    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+def ambient_mesh():
+    """The mesh set by ``jax.set_mesh``, or None. Layers ask for it, so that they need no mesh argument."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def gather_weight(weight: Array, dtype) -> Array:
+    """A matrix cut by :func:`matrix_spec`, whole and in ``dtype``, ready for a matmul.
+
+    Cast first, then gather, so that the wire carries ``dtype`` and not the float32 master. The gradient
+    goes back the way the weight came: constrained to the cut before it leaves, so that XLA scatters the
+    partial sums instead of giving every device the whole gradient.
+    """
+    mesh = ambient_mesh()
+    spec = P() if mesh is None else matrix_spec(weight.shape, mesh.shape[FSDP])
+    if spec == P():
+        return weight.astype(dtype)
+    return _gather(weight, spec, dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(weight, spec, dtype):
+    cast = jax.lax.with_sharding_constraint(weight.astype(dtype), spec)
+    return jax.lax.with_sharding_constraint(cast, P())
+
+
+def _gather_fwd(weight, spec, dtype):
+    return _gather(weight, spec, dtype), jnp.zeros((), weight.dtype)
+
+
+def _gather_bwd(spec, dtype, like, grad):
+    return (jax.lax.with_sharding_constraint(grad, spec).astype(like.dtype),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def keep_tokens_sharded(x: Array) -> Array:
+    """Pin the leading (token or batch) dimension to all mesh axes, where there is a mesh."""
+    return x if ambient_mesh() is None else jax.lax.with_sharding_constraint(x, P(TOKEN_AXES))
+
+
+def per_device(fn: Callable, in_specs, out_specs) -> Callable:
+    """``fn`` on every device's own shard (``jax.shard_map`` on the ambient mesh, replication checked)."""
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=True)

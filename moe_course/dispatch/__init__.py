@@ -1,0 +1,93 @@
+"""Dispatch and combine: token copies to the ranks that own their experts, and back. One contract.
+
+Shapes are global, as those of Transformer Engine's expert-parallel calls are, so that either can stand
+behind the same layer: tokens are cut over every mesh axis, N devices in all, R of them along ``expert``.
+Each device exchanges rows with the R devices that share its ``data`` and ``fsdp`` coordinates.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from moe_course.dispatch import all_to_all, local
+from moe_course.dispatch.plan import DispatchPlan
+from moe_course.errors import SettingError
+from moe_course.parallel import EXPERT, TOKEN_AXES, ambient_mesh, per_device
+from moe_course.routing import Routing
+
+DISPATCHERS = {"local": local, "all_to_all": all_to_all}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "row_weights", "group_sizes", "demand", "counts", "handle"],
+    meta_fields=["plan"],
+)
+@dataclass(frozen=True)
+class Dispatched:
+    """Token copies where their experts are. N devices, C receive rows on each, E/R experts on each."""
+
+    rows: Float[Array, "N_C d_model"]
+    """Copies in expert order on each device; rows past the device's groups are zero."""
+    row_weights: Float[Array, "N_C"]
+    """Combine weight of each row, zero past the groups. Multiply expert outputs by it before ``combine``."""
+    group_sizes: Int[Array, "N experts_per_rank"]
+    demand: Int[Array, "N"]
+    """Rows of buffer this device was asked for, counted before any limit: demand <= capacity proves that
+    nothing was dropped."""
+    counts: dict[str, Int[Array, "N R"]]
+    """What ``dispatch.ledger`` adds up, per device and peer."""
+    handle: dict[str, Array]
+    """The way back; only ``combine`` reads it."""
+    plan: DispatchPlan
+
+
+def dispatch(x: Float[Array, "tokens d_model"], routing: Routing, *, plan: DispatchPlan) -> Dispatched:
+    """Send each token copy to the rank that owns its expert, grouped by expert there.
+
+    Differentiable in ``x`` and in the routing weights. Runs on the ambient mesh (``jax.set_mesh``), or on
+    one device without one. Copies beyond the capacity are dropped from the end of each (sender, receiver)
+    pair and counted in ``demand``; the training step never uses such a result.
+    """
+    dispatcher = _dispatcher(plan)
+    fn = partial(dispatcher.dispatch_rank, plan=plan)
+    if ambient_mesh() is None:
+        out = fn(x, routing.expert_ids, routing.weights)
+    else:
+        out = per_device(fn, in_specs=(P(TOKEN_AXES),) * 3, out_specs=P(TOKEN_AXES))(
+            x, routing.expert_ids, routing.weights
+        )
+    return Dispatched(**out, plan=plan)
+
+
+def combine(rows: Float[Array, "N_C d_model"], dispatched: Dispatched) -> Float[Array, "tokens d_model"]:
+    """Bring expert outputs back to their tokens and add the K copies, in float32. Unweighted."""
+    fn = partial(_dispatcher(dispatched.plan).combine_rank, plan=dispatched.plan)
+    if ambient_mesh() is None:
+        return fn(rows, dispatched.handle)
+    spec = P(TOKEN_AXES)
+    return per_device(fn, in_specs=(spec, spec), out_specs=spec)(rows, dispatched.handle)
+
+
+def _dispatcher(plan: DispatchPlan):
+    mesh = ambient_mesh()
+    ranks = 1 if mesh is None else mesh.shape[EXPERT]
+    if plan.ranks != ranks:
+        raise SettingError(
+            f"the dispatch plan is for {plan.ranks} expert ranks but the mesh has {ranks}. Build it with ranks={ranks}."
+        )
+    if ranks == 1:
+        return local
+    if plan.dispatcher not in DISPATCHERS or plan.dispatcher == "local":
+        usable = sorted(set(DISPATCHERS) - {"local"})
+        raise SettingError(
+            f"dispatcher {plan.dispatcher!r} cannot exchange tokens between {ranks} ranks. "
+            f"Set --dispatcher to one of: {', '.join(usable)}."
+        )
+    return DISPATCHERS[plan.dispatcher]
+
+
+__all__ = ["DISPATCHERS", "DispatchPlan", "Dispatched", "combine", "dispatch"]

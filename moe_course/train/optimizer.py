@@ -1,0 +1,52 @@
+"""AdamW with warm-up, cosine decay and clipping, from optax; and the expert-bias rule per layer."""
+
+import jax
+import optax
+
+from moe_course.balance import update_expert_bias
+from moe_course.train.config import OptimizerConfig
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear from 0 over ``warmup_steps``, then cosine to ``final_learning_rate_ratio`` of the peak."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=steps,
+        end_value=config.learning_rate * config.final_learning_rate_ratio,
+    )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clip by the norm over all parameters and shards, then AdamW. Vectors (norm scales) do not decay."""
+
+    def is_matrix(params):
+        return jax.tree.map(lambda p: p.ndim >= 2, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(config, steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=is_matrix,
+        ),
+    )
+
+
+def update_biases(biases: dict, load, rate: float) -> dict:
+    """Move every router's selection bias by its own layer's load.
+
+    ``biases``: nested dict with one [E] leaf per MoE layer; ``load``: [layers, E], stacked in that order
+    (trunk layers first, then MTP modules, which is also the order of the dict's keys). Empty is a no-op.
+    """
+    leaves, tree = jax.tree.flatten(biases)
+    if not leaves:
+        return biases
+    if len(leaves) != load.shape[0]:
+        raise ValueError(f"{len(leaves)} expert biases but loads of {load.shape[0]} layers")
+    moved = [update_expert_bias(bias, load[i], rate) for i, bias in enumerate(leaves)]
+    return jax.tree.unflatten(tree, moved)
