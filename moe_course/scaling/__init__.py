@@ -1,0 +1,1 @@
+"""Scaling: what a model costs, in FLOPs and parameters, before anything runs."""
