@@ -1,0 +1,1 @@
+"""Training: data, optimizer, step, loop, checkpoints, report."""
