@@ -15,7 +15,7 @@ import numpy as np
 
 
 def relative_error(actual, reference) -> float:
-    """max|actual - reference| / max|reference|; inf for any NaN, and for any error when the reference is 0."""
+    """max|actual - reference| / max|reference|; inf for any NaN, and for any error on a reference of 0."""
     actual, reference = np.asarray(actual, np.float64), np.asarray(reference, np.float64)
     assert actual.shape == reference.shape, f"shapes differ: {actual.shape} and {reference.shape}"
     if actual.size == 0:
