@@ -150,11 +150,13 @@ class MoE(nnx.Module):
             load=expert_load(routing.expert_ids, config.num_experts),
             demand=sent.demand.max(),
             ledger=count(sent),
-            balance_loss=_sequence_balance(routing, config, num_sequences, mask),
+            balance_loss=_sequence_balance(routing, config, num_sequences),
             z_loss=router_z_loss(logits, mask),
         )
         return shared + routed, stats
 
 
-def _sequence_balance(routing: Routing, config: RouterConfig, num_sequences: int, mask) -> Float[Array, ""]:
-    raise NotImplementedError
+def _sequence_balance(routing: Routing, config: RouterConfig, num_sequences: int) -> Float[Array, ""]:
+    ids = routing.expert_ids.reshape(num_sequences, -1, config.top_k)
+    load = expert_load(ids, config.num_experts)
+    return load_balancing_loss(routing.scores, load, config, scope="sequence")

@@ -37,6 +37,20 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     )
 
 
+def apply_gradients(optimizer, grads, opt_state, params):
+    """(new parameters, new optimizer state)."""
+    # optax mixes float and int32 (decay ** count); our tests run with strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+
+def learning_rate_at(schedule: optax.Schedule, step):
+    """The schedule's value, float32."""
+    with jax.numpy_dtype_promotion("standard"):
+        return schedule(step)
+
+
 def update_biases(biases: dict, load, rate: float) -> dict:
     """Move every router's selection bias by its own layer's load.
 

@@ -24,7 +24,13 @@ from moe_course.models.deepseek import DeepSeekLM, shifted_targets, token_losses
 from moe_course.parallel import batch_sharding, tree_shardings
 from moe_course.train.config import TrainConfig
 from moe_course.train.corpora import DOMAINS
-from moe_course.train.optimizer import learning_rate_schedule, make_optimizer, update_biases
+from moe_course.train.optimizer import (
+    apply_gradients,
+    learning_rate_at,
+    learning_rate_schedule,
+    make_optimizer,
+    update_biases,
+)
 
 
 @partial(
@@ -123,8 +129,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, bucket: int):
         overflow = demand > plan.capacity if plan.ranks > 1 else jnp.bool_(False)
         ok = finite & ~overflow & ~state.halted
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params, opt_state = apply_gradients(optimizer, grads, state.opt_state, state.params)
         bias = state.bias if moe is None else update_biases(state.bias, moe.load, config.optimizer.expert_bias_rate)
         new = TrainState(params, bias, opt_state, state.step + 1, state.halted)
         kept = jax.tree.map(lambda after, before: jnp.where(ok, after, before), new, state)
@@ -132,7 +137,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, bucket: int):
             "total_loss": total,
             "gradient_norm": gradient_norm,
             "gradient_finite": {name: jnp.isfinite(optax.global_norm(g)) for name, g in named_parts(grads)},
-            "learning_rate": schedule(state.step),
+            "learning_rate": learning_rate_at(schedule, state.step),
             "overflow": overflow,
             "finite": finite,
             "skipped": state.halted,
