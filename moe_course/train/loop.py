@@ -235,6 +235,11 @@ class Trainer:
         """Train-step programs compiled by this process."""
         return sum(step.jitted._cache_size() for step in self.steps_by_bucket.values())
 
+    @property
+    def capacity(self) -> int:
+        """Receive rows per rank of the bucket in use."""
+        return dispatch_plan(self.config, self.bucket).capacity
+
     def largest_bucket(self) -> int:
         """The bucket that no routing can overflow."""
         c = self.config

@@ -1,0 +1,89 @@
+"""The command line: ``moe-course train | bench``. ``moe-course COMMAND --help`` lists every setting."""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from moe_course.errors import RunError, SettingError
+
+USAGE = """\
+usage: moe-course COMMAND [options]
+
+  train    train a model, or continue a run    moe-course train --preset tiny
+  bench    reproduce a measured claim          moe-course bench grouped-gemm --json
+
+moe-course COMMAND --help lists the options of a command."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. 0: done. 2: a setting or a run that cannot go on, explained in one line. 130: interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    commands = {"train": _train, "bench": _bench}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    try:
+        if argv[0] not in commands:
+            raise SettingError(f"there is no command {argv[0]!r}. The commands are {', '.join(commands)}.")
+        return commands[argv[0]](argv[1:])
+    except (SettingError, RunError) as error:
+        print(f"moe-course: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("moe-course: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _train(argv: list[str]) -> int:
+    from moe_course.train.config import TrainConfig
+    from moe_course.train.presets import PRESETS, get_preset
+    from moe_course.train.run import RunOptions, train
+
+    name, argv = _take_preset(argv)
+    preset = get_preset(name)
+
+    @dataclass(frozen=True)
+    class Train:
+        config: Annotated[TrainConfig, tyro.conf.arg(name="")] = preset.config
+        run: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
+
+    listing = "\n".join(f"  {key:<18}{value.purpose}" for key, value in PRESETS.items())
+    chosen = tyro.cli(
+        Train,
+        args=argv,
+        prog="moe-course train",
+        description=f"Train a DeepSeek-style MoE on bytes. Start from --preset NAME (now: {name}) and change any "
+        f"setting below.\n\npresets:\n{listing}",
+    )
+    finished = train(chosen.config, name, chosen.run, Console(highlight=False))
+    return 0 if finished else INTERRUPTED
+
+
+def _take_preset(argv: list[str]) -> tuple[str, list[str]]:
+    """The value of ``--preset`` (default tiny), and the other arguments, which start from it."""
+    rest, name = [], "tiny"
+    words = iter(argv)
+    for word in words:
+        if word == "--preset":
+            name = next(words, "")
+        elif word.startswith("--preset="):
+            name = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return name, rest
+
+
+def _bench(argv: list[str]) -> int:
+    from moe_course.bench import main as bench
+
+    return bench(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
