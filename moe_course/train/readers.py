@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,12 +41,16 @@ def python_files(root: Path) -> Iterator[tuple[str, bytes]]:
     Tables (``encodings``), foreign packages and what the build of this Python generated (``_sysconfigdata``,
     ``config-*``: full of local paths) are left out. Line ends become ``\\n``.
     """
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if _DROPPED_DIRECTORIES.isdisjoint(relative.parts) and not any(
-            part.startswith(("test", "_sysconfigdata", "config-")) for part in relative.parts
-        ):
-            yield relative.as_posix(), path.read_bytes().replace(b"\r\n", b"\n")
+    paths = []
+    for directory, subdirectories, files in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if not _is_dropped(name)]
+        paths += [Path(directory, name) for name in files if name.endswith(".py") and not _is_dropped(name)]
+    for path in sorted(paths):
+        yield path.relative_to(root).as_posix(), path.read_bytes().replace(b"\r\n", b"\n")
+
+
+def _is_dropped(name: str) -> bool:
+    return name in _DROPPED_DIRECTORIES or name.startswith(("test", "_sysconfigdata", "config-"))
 
 
 def docstrings(source: bytes) -> Iterator[str]:
@@ -67,6 +73,14 @@ def docstrings(source: bytes) -> Iterator[str]:
                 yield inspect.cleandoc(text)
         blocks = (getattr(node, field, ()) for field in ("body", "handlers", "orelse", "finalbody"))
         pending.extend(reversed([child for block in blocks for child in block]))
+
+
+_TRIPLE_QUOTED = re.compile(rb"""^[ \t]*[rRuU]?(\"{3}|'{3})(.*?)\1""", re.S | re.M)
+
+
+def documentation_share(source: bytes) -> float:
+    """Roughly how much of a Python source is docstrings, 0 to 1, without parsing it."""
+    return sum(len(match[2]) for match in _TRIPLE_QUOTED.finditer(source)) / max(1, len(source))
 
 
 def pydoc_topics(root: Path) -> Iterator[tuple[str, bytes]]:
