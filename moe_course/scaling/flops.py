@@ -131,19 +131,21 @@ class ParameterCounts:
     idle: int
     """Those of the routed experts (MTP's too) that one token does not use."""
 
+    def parts(self) -> dict[str, int]:
+        """Disjoint parts that add up to ``total``, by name."""
+        names = [field.name for field in fields(self) if field.name != "idle"]
+        return {name.replace("_", " "): getattr(self, name) for name in names}
+
     @property
     def total(self) -> int:
         """Every parameter; ``idle`` ones are counted in their parts already."""
-        return sum(getattr(self, name) for name in _PARTS)
+        return sum(self.parts().values())
 
     @property
     def active(self) -> int:
         """Parameters that one token multiplies by: no idle experts, and no embedding table (a lookup reads
         one row of it). So counted, DeepSeek-V3 has the 37B and V2-Lite the 2.4B that are published."""
         return self.total - self.idle - self.embedding
-
-
-_PARTS = tuple(field.name for field in fields(ParameterCounts) if field.name != "idle")
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
