@@ -111,7 +111,7 @@ def test_the_thread_pool_gets_its_size_even_after_import():
 
 
 def test_unblocked_collectives_finish():
-    """JAX 0.10.2 on two cores aborts in this loop without setup(): 2 of 2 runs, after a minute's hang."""
+    """Without setup(), JAX 0.10.2 on two cores hangs in about every second run of this loop."""
     printed = output(
         """
         from moe_course.environment import setup
