@@ -15,10 +15,11 @@ SHIM = "echo 'pyenv: command not found' >&2; exit 127"
 
 
 def answers(version: str, venv: bool = True) -> str:
-    """A stand-in for Python: runs, has a version, and can or cannot make virtual environments."""
+    """A stand-in for Python, found under a shim's name: has a version, and can or cannot make environments."""
     major, minor, _ = (int(part) for part in version.split("."))
     return f"""case "$2" in
-        *print*) echo {version} ;;
+        *version_info?:3*) echo {version} ;;
+        *sys.executable*) echo /real/python{version} ;;
         *sys.exit*) exit {int((major, minor) < (3, 11))} ;;
         *ensurepip*) exit {int(not venv)} ;;
     esac"""
@@ -41,18 +42,18 @@ def find_python(folder: Path, machine: dict[str, str], **env: str) -> subprocess
 @pytest.mark.parametrize(
     ("machine", "chosen"),
     [
-        ({"python3.13": answers("3.13.0"), "python3.12": answers("3.12.1")}, "python3.13"),
-        ({"python3.13": SHIM, "python3.12": answers("3.12.1"), "python3": answers("3.11.7")}, "python3.12"),
-        ({"python3.13": SHIM, "python3.12": SHIM, "python3": answers("3.11.7")}, "python3"),
-        ({"python3.12": answers("3.12.1", venv=False), "python3": answers("3.11.7")}, "python3"),
-        ({"python3": answers("3.9.6"), "python3.11": answers("3.11.7")}, "python3.11"),
-        ({"python3": answers("3.12.1", venv=False), "uv": "exit 0"}, "python3"),
+        ({"python3.13": answers("3.13.0"), "python3.12": answers("3.12.1")}, "3.13.0"),
+        ({"python3.13": SHIM, "python3.12": answers("3.12.1"), "python3": answers("3.11.7")}, "3.12.1"),
+        ({"python3.13": SHIM, "python3.12": SHIM, "python3": answers("3.11.7")}, "3.11.7"),
+        ({"python3.12": answers("3.12.1", venv=False), "python3": answers("3.11.7")}, "3.11.7"),
+        ({"python3": answers("3.9.6"), "python3.11": answers("3.11.7")}, "3.11.7"),
+        ({"python3": answers("3.12.1", venv=False), "uv": "exit 0"}, "3.12.1"),
     ],
     ids=["newest", "one-shim", "two-shims", "no-venv-there", "old-python3", "uv-needs-no-venv"],
 )
 def test_takes_the_newest_that_works(tmp_path, machine, chosen):
     done = find_python(tmp_path, machine)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, chosen, "")
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, f"/real/python{chosen}", "")
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,7 @@ def test_python_variable_wins_and_is_checked(tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     machine = {"python3.13": answers("3.13.0"), "mine": answers("3.11.9"), "old": answers("3.10.1")}
-    done = find_python(folder, machine, PYTHON=str(folder / "mine"))
-    assert done.stdout.strip() == str(folder / "mine")
+    assert find_python(folder, machine, PYTHON=str(folder / "mine")).stdout == "/real/python3.11.9\n"
     assert "Python 3.10.1" in find_python(folder, machine, PYTHON=str(folder / "old")).stderr
     assert "does not run" in find_python(folder, machine, PYTHON="no-such-python").stderr
 
