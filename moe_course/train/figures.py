@@ -68,8 +68,8 @@ def loss_figure(run: Run) -> Figure:
     for row in panels:
         row[0].set_ylabel("bits per byte")
     for panel in panels.flat[max(len(run.domains) - columns, 0) : len(run.domains)]:
-        panel.set_xlabel("bytes predicted, all domains (MB)")
         panel.tick_params(labelbottom=True)
+    figure.supxlabel("bytes predicted, all domains (MB)", fontsize="medium")
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=len(labels))
     return figure
@@ -77,8 +77,9 @@ def loss_figure(run: Run) -> Figure:
 
 def _loss_panel(panel: Axes, run: Run, domain: str) -> None:
     training, (steps, held_out) = run.training_bits(domain), run.held_out(domain)
+    megabytes, present = run.bytes_seen / 1e6, np.isfinite(training)
+    megabytes, training = megabytes[present], training[present]
     smooth = running_mean(training, max(1, len(training) // 50))
-    megabytes = run.bytes_seen / 1e6
     panel.plot(megabytes, training, color=TRAINING, alpha=0.18, linewidth=0.7)
     panel.plot(
         megabytes, smooth, color=TRAINING, linewidth=1.4, label="training batches (thin) and running mean"
@@ -120,7 +121,13 @@ def _labels_at_right(panel: Axes, labelled: Sequence[tuple[str, float]], gap: fl
             color=QUIET,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": QUIET, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 0},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": QUIET,
+                "linewidth": 0.5,
+                "relpos": (0, 0.5),
+                "shrinkB": 0,
+            },
         )
 
 
@@ -142,7 +149,7 @@ def load_figure(run: Run) -> Figure:
     steps, load = run.load_steps
     names, chosen = run.layer_names(load.shape[1]), shown_layers(load.shape[1])
     ratio = over_even_share(block_sums(load, MAX_COLUMNS))
-    height = 0.7 + len(chosen) * float(np.clip(0.08 * load.shape[2], 1.0, 2.2))
+    height = 0.7 + len(chosen) * min(max(0.08 * load.shape[2], 1.0), max(9 / len(chosen), 1.0), 2.2)
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     panels = figure.subplots(len(chosen), 1, squeeze=False, sharex=True)[:, 0]
     norm = _load_norm(ratio)
@@ -159,7 +166,7 @@ def load_figure(run: Run) -> Figure:
         panel.set_ylabel("expert")
         panel.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     panels[-1].set_xlabel("step")
-    figure.colorbar(image, ax=panels, label="load / even share", pad=0.015, aspect=30)
+    figure.colorbar(image, ax=panels, label="load / even share", pad=0.015, aspect=6 * height)
     return figure
 
 
@@ -184,7 +191,7 @@ def domain_figure(run: Run) -> Figure:
         if num_experts <= 24:
             _print_values(panel, ratio[:, layer], norm)
     panels[-1].set_xlabel("expert")
-    figure.colorbar(image, ax=panels, label="share / even share", pad=0.015, aspect=30)
+    figure.colorbar(image, ax=panels, label="share / even share", pad=0.015, aspect=6 * height)
     return figure
 
 

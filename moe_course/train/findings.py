@@ -1,5 +1,6 @@
 """The report's sections on what the model learned: loss by domain, and what its experts do."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def loss_section(run: Run, plots: Path) -> str:
 
 
 def loss_caption(run: Run) -> str:
-    """How low the held-out curves came, and whether they still move."""
+    """How low the held-out curves came, and whether they still move (between equal evaluations only)."""
     held_out = {domain: bits for domain in run.domains if len(bits := run.held_out(domain)[1])}
     if not held_out:
         return "Training bits per byte; nothing was held out."
@@ -36,11 +37,26 @@ def loss_caption(run: Run) -> str:
         f"{domain} {against_baselines(bits[-1], run.baselines(domain))}" for domain, bits in held_out.items()
     ]
     text = f"Held out: {'; '.join(parts)}."
-    moved = [f"{domain} {bits[-1] - bits[-2]:+.3f}" for domain, bits in held_out.items() if len(bits) > 1]
-    if moved:
-        before, after = (int(record["step"]) for record in run.evals[-2:])
-        text += f" Between steps {before:,} and {after:,}: {', '.join(moved)} bits."
-    return text
+    return " ".join([text, *movement(run), *uneven_evaluations(run)])
+
+
+def movement(run: Run) -> list[str]:
+    """How far held-out bits moved between the last two evaluations of the same bytes."""
+    for before, after in reversed(list(pairwise(run.evals))):
+        if before.get("bytes_by_domain") == after.get("bytes_by_domain"):
+            old, new = (record.get("bits_per_byte_by_domain") or {} for record in (before, after))
+            both = [name for name in new if None not in (new[name], old.get(name))]
+            moved = ", ".join(f"{name} {new[name] - old[name]:+.3f}" for name in both)
+            return [f"Between steps {before['step']:,} and {after['step']:,}: {moved} bits."]
+    return []
+
+
+def uneven_evaluations(run: Run) -> list[str]:
+    """A warning where the last point stands on another sample than the others."""
+    totals = [sum((record.get("bytes_by_domain") or {}).values()) for record in run.evals]
+    if len(totals) > 1 and totals[-1] != totals[-2]:
+        return [f"The last point is of {totals[-1]:,} held-out bytes, those before of {totals[-2]:,}."]
+    return []
 
 
 def loss_table(run: Run) -> str:
@@ -48,7 +64,8 @@ def loss_table(run: Run) -> str:
     orders = max((len(run.baselines(domain)) for domain in run.domains), default=0)
     rows = []
     for domain in run.domains:
-        steps, bits = run.held_out(domain)
+        _, bits = run.held_out(domain)
+        evaluated = (run.evals[-1].get("bytes_by_domain") or {}).get(domain) if run.evals else None
         recent = run.training_bits(domain)[-WINDOW:]
         recent = recent[np.isfinite(recent)]
         ladder = [f"{value:.3f}" for value in run.baselines(domain)]
@@ -56,7 +73,7 @@ def loss_table(run: Run) -> str:
             [
                 domain,
                 f"{bits[-1]:.3f}" if len(bits) else "none",
-                f"{bits.min():.3f} at step {int(steps[bits.argmin()]):,}" if len(bits) else "none",
+                f"{evaluated:,}" if evaluated else "-",
                 f"{recent.mean():.3f}" if len(recent) else "none",
                 *ladder,
                 *["-"] * (orders - len(ladder)),
@@ -64,7 +81,7 @@ def loss_table(run: Run) -> str:
         )
     training = f"training, last {min(WINDOW, len(run.steps))} steps"
     ladder_names = [f"order {n}" for n in range(orders)]
-    return table(["bits per byte", "held out, last", "held out, best", training, *ladder_names], rows)
+    return table(["bits per byte", "held out, last", "on bytes", training, *ladder_names], rows)
 
 
 def loss_limits(run: Run) -> str:
@@ -77,7 +94,8 @@ def loss_limits(run: Run) -> str:
         "context would bring."
     )
     if any(map(run.baselines, run.domains)):
-        shows += " The first fall lies above the axis. Order n is an n-gram model that sees n bytes."
+        shows += " The first fall lies above the axis. Order n is an n-gram model that "
+        shows += "sees n bytes (interpolated Witten-Bell)."
     paragraphs = [shows]
     for domain in run.domains:
         ladder = run.baselines(domain)
@@ -105,12 +123,14 @@ def experts_section(run: Run, plots: Path) -> str:
     else:
         is_dense = run.model and run.model.num_moe_layers + run.model.mtp_depth == 0
         parts.append("The model has no MoE layer." if is_dense else "No expert load was recorded.")
-    if domains:
+    if len(domains) > 1:
         figures.domain_figure(run, plots / "domains.png")
         parts += [
             picture(f"{plots.name}/domains.png", "experts by domain", domain_caption(run)),
             information_table(run),
         ]
+    elif domains:
+        parts.append("One domain: there is nothing for an expert to tell apart.")
     elif len(steps):
         parts.append("No evaluation recorded which domain uses which expert.")
     return "\n\n".join(parts)
@@ -181,18 +201,15 @@ def domain_caption(run: Run) -> str:
         f"The strongest taste: {domains[domain]} sends {ratio[domain, layer, expert]:.1f} times the even "
         f"share of its token copies to expert {expert} of {names[layer]}."
     )
-    if len(domains) > 1:
-        bits = [mutual_information(counts[:, i].astype(float)) for i in range(len(names))]
-        best = int(np.nanargmax(bits))
-        text += f" An expert tells most about the domain in {names[best]}: {bits[best]:.3f} bits."
+    bits = [mutual_information(counts[:, i].astype(float)) for i in range(len(names))]
+    best = int(np.nanargmax(bits))
+    text += f" An expert tells most about the domain in {names[best]}: {bits[best]:.3f} bits."
     return text + " Last evaluation; 1 is even."
 
 
 def information_table(run: Run) -> str:
     """Mutual information of domain and expert, per layer."""
-    domains, counts = run.domain_load
-    if len(domains) < 2:
-        return "One domain: there is nothing for an expert to tell apart."
+    _, counts = run.domain_load
     rows = []
     for i, name in enumerate(run.layer_names(counts.shape[1])):
         joint = counts[:, i].astype(float)

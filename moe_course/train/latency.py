@@ -148,13 +148,15 @@ def published_peak(device_kind: str, dtype: str) -> float | None:
     return None
 
 
-def measure_peak(dtype: str = "float32", rounds: int = 7) -> dict[str, float | str]:
+def measure_peak(
+    dtype: str = "float32", rounds: int = 7, devices: int | None = None
+) -> dict[str, float | str]:
     """The peak that MFU is taken of: ``tflops_per_device``, ``dtype`` and ``how`` it is known, in words.
 
     Published where there is a figure for this device, else the best rate of a dense GEMM here. Simulated
-    devices share the machine, so each gets an equal part of that.
+    devices share the machine, so each of the run's ``devices`` (default: all) gets an equal part of that.
     """
-    device, count = jax.devices()[0], len(jax.devices())
+    device, count = jax.devices()[0], devices or len(jax.devices())
     peak = published_peak(device.device_kind, dtype)
     if peak is not None:
         return {

@@ -87,8 +87,8 @@ def test_b91_a_measured_peak_names_its_method(monkeypatch):
     monkeypatch.setattr(latency, "GEMM_SIZE", 256)
     times = iter([0.5, 0.25, 1.0])
     monkeypatch.setattr(latency, "interleaved", lambda candidates, rounds: {"gemm": list(times)})
-    peak = latency.measure_peak("float32", rounds=3)
-    assert peak["tflops_per_device"] == 2 * 256**3 / 0.25 / 1e12 / len(jax.devices())
+    peak = latency.measure_peak("float32", rounds=3, devices=8)
+    assert peak["tflops_per_device"] == 2 * 256**3 / 0.25 / 1e12 / 8
     assert peak["dtype"] == "float32"
     assert "256^3" in peak["how"]
     assert "8 simulated devices" in peak["how"]

@@ -279,6 +279,19 @@ def test_steps_with_a_compilation_are_left_out_of_the_step_time(page):
 # Broken, stopped and unusual runs
 
 
+def test_evaluations_of_unequal_size_are_not_compared(tmp_path, no_plots):
+    """The last evaluation reads more bytes than those before: its point is from another sample."""
+    path = fake_run(tmp_path / "run", steps=160, domains=("code",))
+    text = (path / "metrics.jsonl").read_text()
+    first, last = text.rsplit('"bytes_by_domain": {"code": 200000}', 1)
+    small = first.replace('"code": 200000', '"code": 32768')
+    (path / "metrics.jsonl").write_text(small + '"bytes_by_domain": {"code": 200000}' + last)
+    page = write_report(path).read_text()
+    assert "Between steps 100 and 150: code -" in page
+    assert "The last point is of 200,000 held-out bytes, those before of 32,768." in page
+    assert cell(page, "code", 2) == "200,000"
+
+
 def test_lost_copies_are_shouted(tmp_path, no_plots):
     path = fake_run(tmp_path / "run", steps=60)
 
@@ -328,9 +341,11 @@ def test_unusual_runs_are_drawn(tmp_path, shape):
     page = write_report(path).read_text()
     drawn = {p.stem for p in (path / "report").iterdir()}
     routed = shape.get("layers", 3) + shape.get("mtp", 0)
-    assert drawn == {"loss", "speed"} | ({"load", "domains"} if routed else set())
+    num_domains = len(shape.get("domains", DOMAINS))
+    expected = {"loss": True, "speed": True, "load": routed > 0, "domains": routed > 0 and num_domains > 1}
+    assert drawn == {name for name, is_drawn in expected.items() if is_drawn}
     assert ("None: the model has no MoE layer" in page) == (routed == 0)
-    assert ("One domain: there is nothing" in page) == (len(shape.get("domains", DOMAINS)) == 1)
+    assert ("One domain: there is nothing" in page) == (num_domains == 1)
     assert ("4 of 12 layers are not drawn" in page) == (routed == 12)
     assert ("| MTP 1 |" in page) == ("mtp" in shape)
     assert "nan" not in page
@@ -358,16 +373,8 @@ def test_whole_files_missing(tmp_path, absent):
 
 
 SUMMARY_KEYS = ("baselines", "peak", "latency_ms", "sources", "versions", "machine", "devices", "seconds")
-STEP_KEYS = (
-    "seconds",
-    "tokens",
-    "targets",
-    "load",
-    "ledger",
-    "demand",
-    "bits_per_byte_by_domain",
-    "bias_range",
-)
+DRAWN_KEYS = ("seconds", "tokens", "targets", "load", "bits_per_byte_by_domain")
+TOLD_KEYS = ("ledger", "demand", "capacity", "bias_range", "max_over_mean")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +390,7 @@ def test_a_key_missing_from_the_summary(tmp_path, no_plots, key):
 
 @pytest.mark.parametrize("key", DRAWN_KEYS)
 def test_a_drawn_key_missing_from_every_step(tmp_path, key):
-    path = fake_run(tmp_path / "run", steps=12, layers=1, domains=("code",))
+    path = fake_run(tmp_path / "run", steps=12, layers=1, domains=("code", "dna"))
     edit_steps(path, lambda record: record.pop(key))
     page = write_report(path).read_text()
     assert "nan" not in page
