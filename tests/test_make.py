@@ -15,7 +15,7 @@ SHIM = "echo 'pyenv: command not found' >&2; exit 127"
 
 
 def answers(version: str, venv: bool = True) -> str:
-    """A stand-in for Python, found under a shim's name: has a version, and can or cannot make environments."""
+    """A stand-in for a Python behind a shim: has a version, and can or cannot make environments."""
     major, minor, _ = (int(part) for part in version.split("."))
     return f"""case "$2" in
         *version_info?:3*) echo {version} ;;
