@@ -65,8 +65,8 @@ def time_rows(run: Run) -> list[list[str]]:
     wall = run.summary.get("seconds")
     seen = run.summary.get("tokens_seen") or np.nansum(run.column("tokens"))
     if wall and seen:
-        how = f"{seen:,.0f} tokens / {wall:,.0f} s: compilation, evaluation and checkpoints included"
-        rows.append(["tokens/s, whole run", f"{seen / wall:,.0f}", how])
+        how = f"{seen:,.0f} tokens / {wall:,.0f} s, compilation included"
+        rows.append(["tokens/s, all steps", f"{seen / wall:,.0f}", how])
     return rows
 
 

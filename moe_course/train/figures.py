@@ -79,7 +79,7 @@ def _loss_panel(panel: Axes, run: Run, domain: str) -> None:
     training, (steps, held_out) = run.training_bits(domain), run.held_out(domain)
     megabytes, present = run.bytes_seen / 1e6, np.isfinite(training)
     megabytes, training = megabytes[present], training[present]
-    smooth = running_mean(training, max(1, len(training) // 50))
+    smooth = running_mean(training, max(5, len(training) // 50))
     panel.plot(megabytes, training, color=TRAINING, alpha=0.18, linewidth=0.7)
     panel.plot(
         megabytes, smooth, color=TRAINING, linewidth=1.4, label="training batches (thin) and running mean"
@@ -233,7 +233,7 @@ def speed_figure(run: Run) -> Figure:
     tokens = run.column("tokens") / run.column("seconds")
     tokens = np.where(run.compiling, np.nan, tokens)
     rate.plot(run.step, tokens, color=TRAINING, linewidth=0.7, alpha=0.3)
-    window = max(1, len(tokens) // 50)
+    window = max(5, len(tokens) // 50)
     rate.plot(run.step, running_mean(tokens, window), color=TRAINING, label=f"mean of {window} steps")
     rate.set_ylim(0, None)
     rate.set_ylabel("tokens/s")

@@ -8,7 +8,7 @@ import numpy as np
 from moe_course.balance import load_report
 from moe_course.train import figures
 from moe_course.train.markdown import counted, picture, table
-from moe_course.train.records import WINDOW, Run, against_baselines, entropy, mutual_information
+from moe_course.train.records import Run, against_baselines, entropy, mutual_information
 
 NARROW = 0.15
 """Bits between order 0 and the best n-gram below which short contexts have next to nothing to teach."""
@@ -66,7 +66,7 @@ def loss_table(run: Run) -> str:
     for domain in run.domains:
         _, bits = run.held_out(domain)
         evaluated = (run.evals[-1].get("bytes_by_domain") or {}).get(domain) if run.evals else None
-        recent = run.training_bits(domain)[-WINDOW:]
+        recent = run.training_bits(domain)[-run.window :]
         recent = recent[np.isfinite(recent)]
         ladder = [f"{value:.3f}" for value in run.baselines(domain)]
         rows.append(
@@ -79,7 +79,7 @@ def loss_table(run: Run) -> str:
                 *["-"] * (orders - len(ladder)),
             ]
         )
-    training = f"training, last {min(WINDOW, len(run.steps))} steps"
+    training = f"training, last {counted(run.window, 'step')}"
     ladder_names = [f"order {n}" for n in range(orders)]
     return table(["bits per byte", "held out, last", "on bytes", training, *ladder_names], rows)
 
@@ -139,13 +139,13 @@ def experts_section(run: Run, plots: Path) -> str:
 def load_caption(run: Run) -> str:
     """How even the load became."""
     steps, load = run.load_steps
-    window = min(WINDOW, len(steps))
+    window = min(run.window, len(steps))
     first, last = (figures.over_even_share(part.sum(0)) for part in (load[:window], load[-window:]))
     text = (
         f"Over the last {counted(window, 'step')} the busiest expert of any layer took {np.nanmax(last):.2f} "
         f"times the even share and the idlest {np.nanmin(last):.2f}"
     )
-    if len(steps) > 2 * window:
+    if len(steps) >= 2 * window:
         text += f"; over the first {window} it was {np.nanmax(first):.2f} and {np.nanmin(first):.2f}"
     dead = int((load[-window:].sum(0) == 0).sum())
     text += f". {dead} of {load[0].size} experts got nothing in the end." if dead else ". No expert was dead."
@@ -156,7 +156,7 @@ def load_caption(run: Run) -> str:
 def load_table(run: Run) -> str:
     """Evenness of each layer's load at the end of the run."""
     _, load = run.load_steps
-    window = min(WINDOW, len(load))
+    window = min(run.window, len(load))
     report = load_report(load[-window:].sum(0).astype(np.int32))
     single = load_report(load[-window:].astype(np.int32).reshape(-1, load.shape[2]))
     of_step = np.asarray(single.max_over_mean).reshape(window, -1).mean(0)

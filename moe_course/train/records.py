@@ -17,7 +17,7 @@ from moe_course.train.run_dir import CONFIG, SUMMARY, RunDir
 COPIES = ("made", "sent", "received", "computed", "combined")
 """Where the token ledger counts, in the order a copy passes."""
 WINDOW = 100
-"""Steps at the end of a run over which its final state is averaged."""
+"""At most so many steps at the end of a run stand for its final state (see :attr:`Run.window`)."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Run:
         summary = folder.read_json(SUMMARY)
         name = summary.get("name") or path.resolve().name
         return cls(name, folder.read_json(CONFIG), summary, kinds["step"], kinds["eval"], kinds["event"])
+
+    @property
+    def window(self) -> int:
+        """Steps that stand for the start or the end of the run: a tenth of it, at most :data:`WINDOW`."""
+        return max(1, min(WINDOW, len(self.steps) // 10))
 
     # Settings
 

@@ -79,7 +79,7 @@ def trained_line(run: Run) -> str:
     if run.steps and run.bytes_seen[-1]:
         parts.append(f"{run.bytes_seen[-1] / 1e6:.3g} MB predicted")
     if seconds := run.summary.get("seconds"):
-        parts.append(f"{seconds / 60:.1f} minutes")
+        parts.append(f"{seconds / 60:.1f} minutes of steps")
     return f"**Trained.** {'; '.join(parts)}; {machine(run)}."
 
 
@@ -228,10 +228,13 @@ def origin_section(run: Run) -> str:
         "devices": machine(run),
         "mesh": " × ".join(f"{axis} {size}" for axis, size in mesh.items()),
         "batch": batch_text(run),
+        "platform": (summary.get("versions") or {}).get("platform"),
         "processor": (summary.get("machine") or {}).get("cpu"),
         "memory": f"{memory:.1f} GB" if (memory := (summary.get("machine") or {}).get("memory_gb")) else None,
     }
-    facts |= {f"version of {name}": version for name, version in (summary.get("versions") or {}).items()}
+    others = {"cpu", "cores", "platform"}  # not versions, and told above
+    versions = {name: text for name, text in (summary.get("versions") or {}).items() if name not in others}
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
     rows = [[name, value] for name, value in facts.items() if value not in (None, "")]
     return "\n\n".join([*parts, table(["", "value"], rows, words=(0, 1))])
 

@@ -218,7 +218,8 @@ def no_plots(monkeypatch):
 def test_head_gives_the_verdict(page):
     trained, held_out, ledger = [line for line in page.splitlines() if line.startswith("**")]
     assert (
-        "3 of them with 16 experts, top 4 and 1 shared; 400 steps; 1.64 MB predicted; 5.0 minutes" in trained
+        "3 of them with 16 experts, top 4 and 1 shared; 400 steps; 1.64 MB predicted; 5.0 minutes of steps"
+        in trained
     )
     assert "8 simulated devices on 2 CPU cores" in trained
     assert "code 2.6" in held_out
