@@ -1,11 +1,33 @@
-"""The SwiGLU expert MLP over rows that are sorted by expert (Shazeer, arXiv 2002.05202)."""
+"""The SwiGLU expert MLP over rows that are sorted by expert (Shazeer, arXiv 2002.05202).
+
+With the tiled kernel it is one walk over the tiles: gate-up product, activation and down product of a tile
+follow one another while the tile is in cache, and the [rows, d_ff] activation and its gradient never exist
+as whole arrays. The backward pass reads the saved hidden rows and computes four products per tile.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_course.grouped_gemm import Backend, grouped_gemm
+from moe_course.grouped_gemm import Backend, check_arguments, grouped_gemm, resolve_backend
+from moe_course.grouped_gemm.tiled import (
+    dot,
+    fill_one_tile,
+    for_each_expert,
+    read_rows,
+    write_rows,
+    zeros_like_varying,
+)
+from moe_course.grouped_gemm.varying import vary_alike
+
+EXPERT_ROWS = "moe_expert_rows"
+"""Checkpoint name of the experts' input [rows, d_model]."""
+EXPERT_HIDDEN = "moe_expert_hidden"
+"""Checkpoint name of the gate-up product [rows, 2*d_ff], before the activation."""
+RESIDUAL_NAMES = (EXPERT_ROWS, EXPERT_HIDDEN)
+"""All that the experts' backward pass needs besides weights and sizes, by name, for remat policies."""
 
 
 def swiglu_experts(
@@ -17,10 +39,95 @@ def swiglu_experts(
     backend: Backend = "auto",
     recipe: None = None,
 ) -> Float[Array, "rows d_model"]:
-    """``down(silu(gate) * up)`` of each row by its own expert; ``gate_up`` holds gate first, then up."""
-    hidden = grouped_gemm(rows, gate_up, group_sizes, backend=backend, recipe=recipe)
-    row = lax.iota(jnp.int32, rows.shape[0])[:, None]
-    # Before the activation: a mask after it would turn a NaN or inf in the tail into a NaN gradient.
-    hidden = jnp.where(row < jnp.sum(group_sizes, dtype=jnp.int32), hidden, jnp.zeros_like(hidden))
-    gate, up = jnp.split(hidden, 2, axis=1)
-    return grouped_gemm(jax.nn.silu(gate) * up, down, group_sizes, backend=backend, recipe=recipe)
+    """``down(silu(gate) * up)`` of each row by its own expert; ``gate_up`` holds gate first, then up.
+
+    Rows past ``sum(group_sizes)`` are unspecified and reach nothing, as in
+    :func:`moe_course.grouped_gemm.grouped_gemm`, whose errors and dtype rules also hold here. Residuals for
+    the backward pass carry the names :data:`RESIDUAL_NAMES`.
+    """
+    check_arguments(rows, gate_up, group_sizes, recipe)
+    if down.shape != (gate_up.shape[0], gate_up.shape[2] // 2, gate_up.shape[1]) or gate_up.shape[2] % 2:
+        raise ValueError(f"gate_up [E, D, 2F] and down [E, F, D] disagree: {gate_up.shape} and {down.shape}")
+    if down.dtype != rows.dtype:
+        raise TypeError(f"rows and down must share one float dtype, got {rows.dtype} and {down.dtype}")
+    rows, gate_up, down, group_sizes = vary_alike(rows, gate_up, down, group_sizes)
+    rows = checkpoint_name(rows, EXPERT_ROWS)
+    if resolve_backend(backend) == "tiled":
+        return _fused(rows, gate_up, down, group_sizes)
+    hidden = grouped_gemm(rows, gate_up, group_sizes, backend=backend)
+    # Masked before the activation: a mask after it would turn a NaN or inf in the tail into a NaN gradient.
+    in_a_group = lax.iota(jnp.int32, rows.shape[0])[:, None] < jnp.sum(group_sizes, dtype=jnp.int32)
+    hidden = checkpoint_name(jnp.where(in_a_group, hidden, jnp.zeros_like(hidden)), EXPERT_HIDDEN)
+    return grouped_gemm(activate(hidden), down, group_sizes, backend=backend)
+
+
+def activate(hidden: Float[Array, "rows 2*d_ff"]) -> Float[Array, "rows d_ff"]:
+    """``silu(gate) * up`` in float32, returned in the dtype of ``hidden``."""
+    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(hidden.dtype)
+
+
+@jax.custom_vjp
+def _fused(rows: Array, gate_up: Array, down: Array, group_sizes: Array) -> Array:
+    return _fused_walk(rows, gate_up, down, group_sizes, keep_hidden=False)[0]
+
+
+def _fused_forward(rows, gate_up, down, group_sizes):
+    out, hidden = _fused_walk(rows, gate_up, down, group_sizes, keep_hidden=True)
+    return out, (rows, gate_up, down, group_sizes, checkpoint_name(hidden, EXPERT_HIDDEN))
+
+
+def _fused_walk(rows, gate_up, down, group_sizes, *, keep_hidden: bool):
+    num_rows = rows.shape[0]
+    rows = fill_one_tile(rows)
+
+    def expert(e, walk, carry):
+        w_in, w_out = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate_up, down))
+
+        def tile(carry, start, size, fresh):
+            out, hidden = carry
+            h = dot(read_rows(rows, start, size), w_in, 1, 0).astype(rows.dtype)
+            if keep_hidden:
+                hidden = write_rows(hidden, h, start, fresh)
+            y = dot(lax.optimization_barrier(activate(h)), w_out, 1, 0)
+            return write_rows(out, y, start, fresh), hidden
+
+        return walk(tile, carry)
+
+    hidden_rows = rows.shape[0] if keep_hidden else 0
+    carry = jnp.zeros_like(rows), zeros_like_varying((hidden_rows, gate_up.shape[2]), rows)
+    out, hidden = for_each_expert(expert, carry, group_sizes, rows.shape[0])
+    return out[:num_rows], hidden[:num_rows]
+
+
+def _fused_backward(residuals, d_out):
+    rows, gate_up, down, group_sizes, hidden = residuals
+    num_rows = rows.shape[0]
+    rows, hidden, d_out = fill_one_tile(rows), fill_one_tile(hidden), fill_one_tile(d_out)
+
+    def expert(e, walk, carry):
+        w_in, w_out = (lax.dynamic_index_in_dim(w, e, keepdims=False) for w in (gate_up, down))
+
+        def tile(carry, start, size, fresh):
+            d_rows, d_in, d_down = carry
+            x, h, dy = (read_rows(a, start, size, fresh) for a in (rows, hidden, d_out))
+            act, pull_back = jax.vjp(activate, h)
+            (dh,) = pull_back(dot(dy, w_out, 1, 1).astype(h.dtype))
+            # Without the barrier XLA computes the activation again for each product that reads it.
+            act, dh = lax.optimization_barrier((act, dh))
+            d_rows = write_rows(d_rows, dot(dh, w_in, 1, 1), start, fresh)
+            return d_rows, d_in + dot(x, dh, 0, 0), d_down + dot(act, dy, 0, 0)
+
+        d_rows, d_gate_up, d_down = carry
+        zeros = (zeros_like_varying(w.shape[1:], rows, jnp.float32) for w in (gate_up, down))
+        d_rows, *sums = walk(tile, (d_rows, *zeros))
+        put = lax.dynamic_update_index_in_dim
+        d_weights = (put(d, s.astype(d.dtype), e, 0) for d, s in zip((d_gate_up, d_down), sums, strict=True))
+        return d_rows, *d_weights
+
+    carry = tuple(jnp.zeros_like(a) for a in (rows, gate_up, down))
+    d_rows, d_gate_up, d_down = for_each_expert(expert, carry, group_sizes, rows.shape[0])
+    return d_rows[:num_rows], d_gate_up, d_down, None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)

@@ -10,22 +10,33 @@ backend         what it is                                            runs on
 ``reference``   a loop over all experts, every row, masked            anything; slow, to be read
 ``tiled``       tiles of one group, walked in a loop, no padding      anything; the CPU kernel
 ``ragged_dot``  ``jax.lax.ragged_dot`` held to this contract          anything; a dense fallback on CPU
-``pallas``      a kernel for the GPU written from scratch             GPU; anywhere in interpret mode
+``pallas``      a kernel for the GPU, written from scratch            GPU (``pallas_interpret``: anywhere)
+``tokamax``     openxla/tokamax's kernels, if installed               GPU
+``te``          a named slot for NVIDIA Transformer Engine            nothing yet; says why
 ==============  ====================================================  ===================================
 """
 
+import importlib.util
 from collections.abc import Callable
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_course.errors import SettingError
-from moe_course.grouped_gemm.tiled import tiled
+from moe_course.grouped_gemm import pallas, ragged_dot, reference, tiled, tokamax
 from moe_course.grouped_gemm.varying import vary_alike
 
-Backend = Literal["auto", "reference", "tiled", "ragged_dot", "pallas"]
-BACKENDS: dict[str, Callable] = {"tiled": tiled}
+Backend = Literal["auto", "reference", "tiled", "ragged_dot", "pallas", "pallas_interpret", "tokamax", "te"]
+BACKENDS: dict[str, Callable] = {
+    "reference": reference.grouped_gemm,
+    "tiled": tiled.grouped_gemm,
+    "ragged_dot": ragged_dot.grouped_gemm,
+    "pallas": pallas.grouped_gemm,
+    "pallas_interpret": pallas.grouped_gemm_interpreted,
+    "tokamax": tokamax.grouped_gemm,
+}
 
 
 def grouped_gemm(
@@ -48,38 +59,55 @@ def grouped_gemm(
         ValueError: shapes disagree.
         SettingError: the backend is unknown or cannot run here; the message says what would fix it.
     """
-    _check(rows, kernels, group_sizes)
-    if recipe is not None:
-        raise SettingError(
-            "grouped_gemm has no low-precision recipes yet: they come with moe_course.quant (chapter 08). "
-            "Pass recipe=None."
-        )
-    return _resolve(backend)(*vary_alike(rows, kernels, group_sizes))
+    check_arguments(rows, kernels, group_sizes, recipe)
+    return BACKENDS[resolve_backend(backend)](*vary_alike(rows, kernels, group_sizes))
 
 
-def _resolve(backend: str) -> Callable:
+def resolve_backend(backend: Backend) -> str:
+    """The backend that ``backend`` means on JAX's default platform: itself, or the best one for "auto"."""
     if backend == "auto":
-        backend = "tiled"
+        return "pallas" if jax.default_backend() == "gpu" else "tiled"
     if backend not in get_args(Backend):
         raise SettingError(
             f"unknown grouped GEMM backend {backend!r}. Choose one of {', '.join(get_args(Backend))}."
         )
-    if backend not in BACKENDS:
-        raise SettingError(f"grouped GEMM backend {backend!r} is not built yet. Use backend='auto'.")
-    return BACKENDS[backend]
+    if reason := why_not(backend):
+        raise SettingError(f"the grouped GEMM backend {backend!r} cannot run here: {reason}")
+    return backend
 
 
-def _check(rows: Array, kernels: Array, group_sizes: Array) -> None:
+def why_not(backend: Backend) -> str:
+    """Why ``backend`` cannot run on JAX's default platform, and what would fix it; "" if it can."""
+    if backend == "te":
+        return (
+            "the call into Transformer Engine's grouped GEMM is not written yet. "
+            "Use backend='pallas' on a GPU or backend='tiled' on a CPU."
+        )
+    if backend == "tokamax" and importlib.util.find_spec("tokamax") is None:
+        return "tokamax is not installed. Run `pip install tokamax` on a machine with a GPU."
+    if backend in ("pallas", "tokamax") and jax.default_backend() != "gpu":
+        return (
+            f"it needs a GPU and JAX's default platform is {jax.default_backend()!r}. Use backend='tiled', "
+            "or backend='pallas_interpret' to run the Pallas kernel slowly anywhere."
+        )
+    return ""
+
+
+def check_arguments(rows: Array, kernels: Array, group_sizes: Array, recipe: None = None) -> None:
+    """Raise unless the arguments of :func:`grouped_gemm` fit together (its docstring lists the errors)."""
+    if recipe is not None:
+        raise SettingError(
+            "grouped GEMM has no low-precision recipes yet: they come with moe_course.quant (chapter 08). "
+            "Pass recipe=None."
+        )
     shapes = f"rows {rows.shape}, kernels {kernels.shape}, group_sizes {group_sizes.shape}"
     if rows.ndim != 2 or kernels.ndim != 3 or group_sizes.ndim != 1:
-        raise ValueError(
-            f"grouped_gemm needs rows [M, D], kernels [E, D, F] and group_sizes [E], got {shapes}"
-        )
+        raise ValueError(f"needed: rows [M, D], kernels [E, D, F], group_sizes [E]; got {shapes}")
     if rows.shape[1] != kernels.shape[1]:
-        raise ValueError(f"rows and kernels disagree on D ({rows.shape[1]} and {kernels.shape[1]}): {shapes}")
+        raise ValueError(f"rows and kernels disagree on D ({rows.shape[1]}, {kernels.shape[1]}): {shapes}")
     if kernels.shape[0] != group_sizes.shape[0]:
         raise ValueError(
-            f"kernels and group_sizes disagree on E ({kernels.shape[0]} and {group_sizes.shape[0]}): {shapes}"
+            f"kernels and group_sizes disagree on E ({kernels.shape[0]}, {group_sizes.shape[0]}): {shapes}"
         )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers (rows per expert), got {group_sizes.dtype}")
