@@ -22,7 +22,7 @@ def mesh_and_capacity(fsdp: int, expert: int):
     return mesh, worst_case_capacity(tokens, CONFIG.top_k, CONFIG.num_experts, expert) if expert > 1 else 0
 
 
-@pytest.mark.parametrize(("fsdp", "expert"), [(1, 1), (2, 4)])
+@pytest.mark.parametrize(("fsdp", "expert"), [(1, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_the_timed_parts_make_up_the_layer(fsdp, expert):
     """dispatch -> experts -> weigh -> combine, from the pieces, equals the layer timed beside them."""
     mesh, capacity = mesh_and_capacity(fsdp, expert)
@@ -42,6 +42,7 @@ def test_the_timed_parts_make_up_the_layer(fsdp, expert):
     assert 0 < int(demand) <= max(capacity, TOKENS * CONFIG.top_k)
 
 
+@pytest.mark.slow
 def test_a_trained_layer_decides_the_routing_and_survives():
     """A router that sends everything to the experts of one rank: the demand shows it. Nothing is donated."""
     mesh, capacity = mesh_and_capacity(2, 4)

@@ -330,7 +330,9 @@ def test_b91_twice_the_peak_is_half_the_utilisation(tmp_path, no_plots):
     [
         {"layers": 1, "domains": ("code",)},
         {"layers": 0, "dense": 2},
-        {"layers": 12, "dense": 0, "experts": 64, "top_k": 6, "steps": 30},
+        pytest.param(
+            {"layers": 12, "dense": 0, "experts": 64, "top_k": 6, "steps": 30}, marks=pytest.mark.slow
+        ),
         {"layers": 1, "mtp": 1, "domains": ("protein", "dna"), "steps": 300},
         {"steps": 1},
         {"experts": 1, "top_k": 1},
