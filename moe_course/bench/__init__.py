@@ -1,0 +1,54 @@
+"""The measured claims: ``moe-course bench NAME --json``, or ``python -m moe_course.bench NAME --json``.
+
+:data:`BENCHES` maps a name to the module that measures it. Such a module has ``Options``, a frozen dataclass
+whose fields are the command line's flags, and ``run(options) -> dict``, what ``--json`` prints.
+"""
+
+import importlib
+import json
+import platform
+
+BENCHES = {"grouped-gemm": "moe_course.bench.grouped_gemm"}
+
+
+def run(name: str, options=None) -> dict:
+    """Run one bench; ``options`` is its module's ``Options`` (default: its defaults)."""
+    module = load(name)
+    return module.run(options if options is not None else module.Options())
+
+
+def load(name: str):
+    """The module of a bench."""
+    return importlib.import_module(BENCHES[name])
+
+
+def versions() -> dict[str, str]:
+    """What a figure depends on and must carry: JAX, Python, platform, devices."""
+    import jax
+
+    return {
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "device": jax.devices()[0].device_kind,
+        "devices": str(jax.device_count()),
+    }
+
+
+def main(args: list[str] | None = None) -> None:
+    """``NAME [--json] [flags of the bench]``."""
+    import argparse
+
+    import tyro
+
+    parser = argparse.ArgumentParser(prog="moe_course.bench")
+    parser.add_argument("name", choices=sorted(BENCHES))
+    parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
+    known, flags = parser.parse_known_args(args)
+    figures = run(known.name, tyro.cli(load(known.name).Options, args=flags, prog=known.name))
+    if known.json:
+        print(json.dumps(figures))
+        return
+    print(", ".join(f"{key} {value}" for key, value in versions().items()))
+    for case, values in figures.items():
+        shown = values.items() if isinstance(values, dict) else [("", values)]
+        print(f"{case:20}", *(f"{key} {value:.2f}" for key, value in shown))

@@ -1,0 +1,3 @@
+from moe_course.bench import main
+
+main()
