@@ -28,7 +28,9 @@ def dispatch_rank(x, expert_ids, weights, *, plan):
 
     received = _exchange(permute(x, send), ranks)
     received_weights = _exchange(weights_of_rows(weights, send)[:, None], ranks)
-    announced = lax.all_to_all(wanted, EXPERT, split_axis=0, concat_axis=0, tiled=True)  # [sender, expert here]
+    announced = lax.all_to_all(
+        wanted, EXPERT, split_axis=0, concat_axis=0, tiled=True
+    )  # [sender, expert here]
     arrived = _first_rows(announced, pair)
 
     arrange = group_by_expert(_expert_of_row(arrived, pair, plan)[:, None], plan.experts_per_rank)

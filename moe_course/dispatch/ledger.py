@@ -50,7 +50,13 @@ def count(dispatched) -> Ledger:
 
 def check(made: int, sent: int, received: int, computed: int, combined: int) -> str | None:
     """None if the books balance, else the first place where copies went missing, in words (on the host)."""
-    steps = [("made", made), ("sent", sent), ("received", received), ("computed", computed), ("combined", combined)]
+    steps = [
+        ("made", made),
+        ("sent", sent),
+        ("received", received),
+        ("computed", computed),
+        ("combined", combined),
+    ]
     for (before, n), (after, m) in zip(steps, steps[1:], strict=False):
         if n != m:
             return f"{n} token copies {before} but {m} {after}"

@@ -14,7 +14,12 @@ def dispatch_rank(x, expert_ids, weights, *, plan):
         "row_weights": weights_of_rows(weights, groups),
         "group_sizes": groups.group_sizes[None],
         "demand": groups.load.sum()[None],
-        "counts": {"made": made, "sent": made, "received": made, "combined": combined_slots(groups)[None, None]},
+        "counts": {
+            "made": made,
+            "sent": made,
+            "received": made,
+            "combined": combined_slots(groups)[None, None],
+        },
         "handle": {"groups": groups},
     }
 

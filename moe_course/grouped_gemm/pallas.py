@@ -21,6 +21,7 @@ loop as long as the group, once around for nobody if it is empty: then it stores
 Correct in interpret mode on a CPU, lowered for CUDA by both JAX versions. Never run on a GPU.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -164,6 +165,11 @@ def _call(program, *, grid, out_shape, blocks: Blocks, interpret: bool):
         *_, like = operands
         if any(0 in x.shape for x in operands):  # a block of nothing has no address
             return vary_over(jnp.zeros(out_shape, like.dtype), varying_axes(like))
+        for shape in (out_shape, *(x.shape for x in operands)):
+            if math.prod(shape) > jnp.iinfo(jnp.int32).max:
+                raise ValueError(
+                    f"an array of shape {shape} has more elements than a 32-bit offset can address"
+                )
         kind = jax.typeof(like).mat
         return pl.pallas_call(
             program,

@@ -16,7 +16,9 @@ MASKED = -1e30
 """Score of a forbidden key. Finite, so that a row without any allowed key stays NaN-free."""
 
 
-def rope_angles(length: int, dim: int, theta: float) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
+def rope_angles(
+    length: int, dim: int, theta: float
+) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
     """Cosine and sine of position x frequency (RoFormer, arXiv 2104.09864), float32."""
     frequency = 1.0 / theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
@@ -42,7 +44,9 @@ def causal_attention(
     Scores and softmax are float32; ``scale`` multiplies the scores.
     """
     seq = query.shape[1]
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * jnp.float32(scale)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * jnp.float32(
+        scale
+    )
     allowed = jnp.tril(jnp.ones((seq, seq), bool))[None] & (segments[:, :, None] == segments[:, None, :])
     scores = jnp.where(allowed[:, None], scores, jnp.float32(MASKED))
     probabilities = jax.nn.softmax(scores, axis=-1).astype(value.dtype)

@@ -29,7 +29,9 @@ class Block(nnx.Module):
         x = x + self.attention(self.attention_norm(x), segments)
         hidden = self.feed_forward_norm(x)
         if isinstance(self.feed_forward, MoE):
-            out, stats = self.feed_forward(hidden, plan=plan, num_sequences=segments.shape[0], backend=backend)
+            out, stats = self.feed_forward(
+                hidden, plan=plan, num_sequences=segments.shape[0], backend=backend
+            )
             return x + out, stats
         return x + self.feed_forward(hidden), None
 

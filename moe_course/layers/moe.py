@@ -50,7 +50,9 @@ class Router(nnx.Module):
 
     def __init__(self, d_model: int, config: RouterConfig, *, std: float, rngs: nnx.Rngs):
         self.config = config
-        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (d_model, config.num_experts), jnp.float32))
+        self.kernel = nnx.Param(
+            std * jax.random.normal(rngs.params(), (d_model, config.num_experts), jnp.float32)
+        )
         self.bias = ExpertBias(jnp.zeros((config.num_experts,), jnp.float32))
 
     def __call__(
@@ -64,7 +66,15 @@ class Experts(nnx.Module):
     """E SwiGLU experts. ``gate_up`` [E, D, 2F] (gate first), ``down`` [E, F, D]; cut over expert and fsdp."""
 
     def __init__(
-        self, num_experts: int, d_model: int, d_ff: int, *, std: float, down_std: float, dtype: str, rngs: nnx.Rngs
+        self,
+        num_experts: int,
+        d_model: int,
+        d_ff: int,
+        *,
+        std: float,
+        down_std: float,
+        dtype: str,
+        rngs: nnx.Rngs,
     ):
         shape_in, shape_out = (num_experts, d_model, 2 * d_ff), (num_experts, d_ff, d_model)
         self.gate_up = nnx.Param(std * jax.random.normal(rngs.params(), shape_in, jnp.float32))
@@ -86,7 +96,9 @@ class Experts(nnx.Module):
             return run(rows, group_sizes, row_weights, gate_up, down, specs=None)
         specs = expert_spec(gate_up.shape, mesh.shape[FSDP]), expert_spec(down.shape, mesh.shape[FSDP])
         tokens = P(TOKEN_AXES)
-        fn = per_device(partial(run, specs=specs), in_specs=(tokens, tokens, tokens, *specs), out_specs=tokens)
+        fn = per_device(
+            partial(run, specs=specs), in_specs=(tokens, tokens, tokens, *specs), out_specs=tokens
+        )
         return fn(rows, group_sizes, row_weights, gate_up, down)
 
 

@@ -51,7 +51,9 @@ class DeepSeekLM(nnx.Module):
         c = self.config = config
         init = {"std": c.init_std, "dtype": c.compute_dtype, "rngs": rngs}
         self.embedding = Embedding(c.vocab_size, c.d_model, **init)
-        self.layers = nnx.List([_block(c, layer >= c.num_dense_layers, rngs) for layer in range(c.num_layers)])
+        self.layers = nnx.List(
+            [_block(c, layer >= c.num_dense_layers, rngs) for layer in range(c.num_layers)]
+        )
         self.norm = RMSNorm(c.d_model, eps=c.norm_eps, dtype=c.compute_dtype)
         self.head = Linear(c.d_model, c.vocab_size, **init)
         self.mtp = nnx.List(

@@ -50,7 +50,9 @@ class Checkpoints:
         """
         step = self.latest()
         if step is None:
-            raise RunError(f"no checkpoint in {self.directory}. Leave out --resume to start from the beginning.")
+            raise RunError(
+                f"no checkpoint in {self.directory}. Leave out --resume to start from the beginning."
+            )
         like = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             vars(abstract),

@@ -101,5 +101,3 @@ class TrainConfig:
             "checkpoint_every keep_checkpoints"
         ).split()
         return {name: value for name, value in asdict(self).items() if name not in free}
-
-

@@ -166,7 +166,9 @@ class Trainer:
         now = time.perf_counter()
         seconds, self._last_finish = now - self._last_finish, now
         self.seconds += seconds
-        record = step_record(step, metrics, seconds, self.config, dispatch_plan(self.config, self.bucket).capacity)
+        record = step_record(
+            step, metrics, seconds, self.config, dispatch_plan(self.config, self.bucket).capacity
+        )
         record["bucket"] = self.bucket
         self.run.append(record)
         self.recent_demand.append(record["demand"])
@@ -176,8 +178,12 @@ class Trainer:
         balance = max(record["max_over_mean"], default=1.0)
         self.tensorboard.add_scalar("load_max_over_mean", balance, step)
         self.progress.step(step, record["bits_per_byte"], self.config.tokens_per_step / seconds, balance)
-        if record["ledger"] and (fault := ledger.check(**{k: v for k, v in record["ledger"].items() if k != "dropped"})):
-            raise RunError(f"step {step}: the token ledger does not balance: {fault}. Please report this as a bug.")
+        if record["ledger"] and (
+            fault := ledger.check(**{k: v for k, v in record["ledger"].items() if k != "dropped"})
+        ):
+            raise RunError(
+                f"step {step}: the token ledger does not balance: {fault}. Please report this as a bug."
+            )
 
     def _boundary(self, done: int) -> None:
         c = self.config
@@ -220,7 +226,11 @@ class Trainer:
             return
         self.checkpoints.wait()
         last = self.checkpoints.latest()
-        good = f"the last good checkpoint is step {last} in {self.run.checkpoints}" if last else "no checkpoint yet"
+        good = (
+            f"the last good checkpoint is step {last} in {self.run.checkpoints}"
+            if last
+            else "no checkpoint yet"
+        )
         raise RunError(
             f"step {step}: {non_finite_part(metrics, self.config.model.num_layers)} is not finite (loss "
             f"{float(metrics['loss']):.4g}); {good}. Lower --optimizer.learning-rate, or lengthen "
@@ -263,7 +273,9 @@ def step_record(step: int, metrics: dict, seconds: float, config: TrainConfig, c
         "loss": float(metrics["loss"]),
         "bits_per_byte": float(metrics["loss"]) / math.log(2),
         "bits_per_byte_by_domain": {
-            name: float(nats[i]) / int(targets[i]) / math.log(2) for i, name in enumerate(DOMAINS) if targets[i]
+            name: float(nats[i]) / int(targets[i]) / math.log(2)
+            for i, name in enumerate(DOMAINS)
+            if targets[i]
         },
         "gradient_norm": float(metrics["gradient_norm"]),
         "learning_rate": float(metrics["learning_rate"]),
@@ -274,7 +286,9 @@ def step_record(step: int, metrics: dict, seconds: float, config: TrainConfig, c
         "max_over_mean": np.asarray(metrics.get("max_over_mean", [])).tolist(),
         "demand": int(metrics["demand"]),
         "capacity": capacity,
-        "ledger": {k: int(v) for k, v in vars(books).items()} | {"dropped": int(books.dropped)} if books else {},
+        "ledger": {k: int(v) for k, v in vars(books).items()} | {"dropped": int(books.dropped)}
+        if books
+        else {},
         "balance_loss": np.asarray(metrics.get("balance_loss", [])).tolist(),
         "bias_range": np.asarray(metrics.get("bias_range", [])).tolist(),
     }

@@ -67,13 +67,23 @@ PRESETS = {
     "deepseek-v2-lite": Preset(
         "DeepSeek-V2-Lite's sizes, 15.7B parameters: for planning and compiling",
         TrainConfig(
-            model=DEEPSEEK_V2_LITE, mesh=MeshConfig(1, 1, 8), devices=8, batch_size=8, seq_len=4096, steps=10_000
+            model=DEEPSEEK_V2_LITE,
+            mesh=MeshConfig(1, 1, 8),
+            devices=8,
+            batch_size=8,
+            seq_len=4096,
+            steps=10_000,
         ),
     ),
     "deepseek-v3": Preset(
         "DeepSeek-V3's sizes, 671B parameters: for planning and compiling",
         TrainConfig(
-            model=DEEPSEEK_V3, mesh=MeshConfig(1, 4, 64), devices=256, batch_size=256, seq_len=4096, steps=10_000
+            model=DEEPSEEK_V3,
+            mesh=MeshConfig(1, 4, 64),
+            devices=256,
+            batch_size=256,
+            seq_len=4096,
+            steps=10_000,
         ),
     ),
 }

@@ -83,7 +83,10 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
     from moe_course.train.report import write_report
 
     report = write_report(path)
-    console.print(f"report    {report}\nnext      open it, or watch the curves: tensorboard --logdir {path}", highlight=False)
+    console.print(
+        f"report    {report}\nnext      open it, or watch the curves: tensorboard --logdir {path}",
+        highlight=False,
+    )
     return True
 
 

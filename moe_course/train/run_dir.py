@@ -25,14 +25,18 @@ def choose_run_dir(runs_dir: Path, name: str | None, preset: str, resume: bool) 
             hint = f" Did you mean --name {close[0]}?" if close else " Leave out --resume to start it."
             raise SettingError(f"there is no run in {path}.{hint}")
         if not resume and path.exists() and any(path.iterdir()):
-            raise SettingError(f"{path} is in use. Add --resume to continue that run, or choose another --name.")
+            raise SettingError(
+                f"{path} is in use. Add --resume to continue that run, or choose another --name."
+            )
         return path
     taken = [preset] + [f"{preset}-{i}" for i in range(2, 10_000)]
     if not resume:
         return next(runs_dir / n for n in taken if not (runs_dir / n).exists())
     existing = [p.parent for p in runs_dir.glob(f"*/{CONFIG}") if p.parent.name in taken]
     if not existing:
-        raise SettingError(f"there is no {preset} run in {runs_dir} to resume. Leave out --resume to start one.")
+        raise SettingError(
+            f"there is no {preset} run in {runs_dir} to resume. Leave out --resume to start one."
+        )
     return max(existing, key=lambda p: (p / CONFIG).stat().st_mtime)
 
 

@@ -130,7 +130,11 @@ def make_train_step(config: TrainConfig, mesh: Mesh, bucket: int):
         ok = finite & ~overflow & ~state.halted
 
         params, opt_state = apply_gradients(optimizer, grads, state.opt_state, state.params)
-        bias = state.bias if moe is None else update_biases(state.bias, moe.load, config.optimizer.expert_bias_rate)
+        bias = (
+            state.bias
+            if moe is None
+            else update_biases(state.bias, moe.load, config.optimizer.expert_bias_rate)
+        )
         new = TrainState(params, bias, opt_state, state.step + 1, state.halted)
         kept = jax.tree.map(lambda after, before: jnp.where(ok, after, before), new, state)
         metrics = aux | {
@@ -182,9 +186,7 @@ def make_eval_step(config: TrainConfig, mesh: Mesh):
         return {"nats": aux["nats_by_domain"].sum(), "targets": aux["targets_by_domain"].sum(), "load": load}
 
     state = state_shardings(config, mesh)
-    return _on_mesh(
-        mesh, jax.jit(evaluate, in_shardings=(state.params, state.bias, batch_sharding(mesh)))
-    )
+    return _on_mesh(mesh, jax.jit(evaluate, in_shardings=(state.params, state.bias, batch_sharding(mesh))))
 
 
 def named_parts(params: dict) -> list[tuple[str, dict]]:

@@ -1,0 +1,119 @@
+"""The language model: what a prediction may depend on, where it starts, how settings fail."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moe_course.errors import SettingError
+from moe_course.models import deepseek
+from moe_course.models.config import DEEPSEEK_V3, ModelConfig
+from moe_course.models.deepseek import DeepSeekLM, shifted_targets, token_losses
+
+CONFIG = ModelConfig(
+    d_model=32, num_layers=2, num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, v_head_dim=8, d_ff_dense=48, d_ff=16, num_experts=8, top_k=2, mtp_depth=2,
+)  # fmt: skip
+BATCH, SEQ = 2, 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    return DeepSeekLM(CONFIG, rngs=nnx.Rngs(params=0))
+
+
+@pytest.fixture(scope="module")
+def forward(model):
+    graph, state = nnx.split(model)
+    return jax.jit(lambda tokens, segments: nnx.merge(graph, state)(tokens, segments))
+
+
+def random_tokens(seed=0, seq=SEQ):
+    return np.random.default_rng(seed).integers(0, 256, (BATCH, seq)).astype(np.int32)
+
+
+def test_b98_untrained_loss_is_that_of_a_uniform_guess(forward):
+    tokens = random_tokens(seq=SEQ + 1)
+    out = forward(tokens[:, :-1], np.zeros((BATCH, SEQ), np.int32))
+    loss = float(token_losses(out.logits, jnp.asarray(tokens[:, 1:])).mean())
+    assert loss == pytest.approx(math.log(CONFIG.vocab_size), rel=0.02)
+    assert np.asarray(out.finite).all()
+    assert out.finite.shape == (CONFIG.num_layers + CONFIG.mtp_depth,)
+    # One row of statistics per MoE layer, the MTP modules' included (B24, B40).
+    assert out.moe.load.shape == (CONFIG.num_moe_layers + CONFIG.mtp_depth, CONFIG.num_experts)
+    assert (np.asarray(out.moe.load).sum(1) == BATCH * SEQ * CONFIG.top_k).all()
+
+
+def test_predictions_look_back_only(forward):
+    tokens, segments = random_tokens(), np.zeros((BATCH, SEQ), np.int32)
+    changed = tokens.copy()
+    changed[:, 8] += 1
+    a, b = (np.asarray(forward(t, segments).logits) for t in (tokens, changed))
+    np.testing.assert_array_equal(a[:, :8], b[:, :8])
+    assert np.abs(a[:, 8:] - b[:, 8:]).max() > 0
+    # MTP at depth d reads the tokens up to i + d + 1, and not one more.
+    for depth in range(CONFIG.mtp_depth):
+        a, b = (np.asarray(forward(t, segments).mtp_logits[depth]) for t in (tokens, changed))
+        np.testing.assert_array_equal(a[:, : 7 - depth], b[:, : 7 - depth])
+        assert np.abs(a[:, 7 - depth] - b[:, 7 - depth]).max() > 0
+
+
+def test_documents_in_one_window_do_not_see_each_other(forward):
+    tokens = random_tokens()
+    segments = np.repeat(np.array([[0] * 5 + [1] * 7]), BATCH, axis=0).astype(np.int32)
+    changed = tokens.copy()
+    changed[:, :5] = random_tokens(9)[:, :5]
+    a, b = (np.asarray(forward(t, segments).logits) for t in (tokens, changed))
+    # Values of other rows reach the expert GEMM's other tiles, never this row: equal to the last bit or nearly.
+    np.testing.assert_allclose(a[:, 5:], b[:, 5:], rtol=0, atol=1e-6 * np.abs(a).max())
+    joined = np.asarray(forward(changed, np.zeros_like(segments)).logits)
+    assert np.abs(joined[:, 5:] - b[:, 5:]).max() > 1e-4
+
+
+def test_b95_targets_stay_inside_window_and_document():
+    tokens = jnp.asarray([[10, 11, 12, 13, 14, 15]], jnp.int32)
+    segments = jnp.asarray([[0, 0, 0, 1, 1, 1]], jnp.int32)
+    expected = {1: [0, 1, 3, 4], 2: [0, 3], 3: []}
+    for shift, positions in expected.items():
+        targets, valid = shifted_targets(tokens, segments, shift)
+        assert np.flatnonzero(valid[0]).tolist() == positions
+        assert [int(targets[0, i]) for i in positions] == [10 + i + shift for i in positions]
+    # The broken twin that forgets documents would also score positions 1 and 2 at depth 2.
+    _, careless = shifted_targets(tokens, jnp.zeros_like(segments), 2)
+    assert np.flatnonzero(careless[0]).tolist() == [0, 1, 2, 3]
+
+
+def test_split_and_merge_are_inverse(model):
+    _, params, bias = deepseek.split(model)
+    again = deepseek.merger(CONFIG)(params, bias)
+    tokens, segments = random_tokens(), np.zeros((BATCH, SEQ), np.int32)
+    np.testing.assert_array_equal(again(tokens, segments).logits, model(tokens, segments).logits)
+    assert len(jax.tree.leaves(bias)) == CONFIG.num_moe_layers + CONFIG.mtp_depth
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 40}, "top_k is 40 but there are 8 experts. Set --model.top-k to 8 or less."),
+        ({"num_heads": 0}, "num_heads is 0. Set --model.num-heads to 1 or more."),
+        ({"num_dense_layers": 3}, "Set --model.num-dense-layers to 2 or less."),
+        ({"qk_rope_head_dim": 3}, "Set --model.qk-rope-head-dim to an even number."),
+        ({"num_groups": 3}, "Set --model.num-groups to a divisor of 8."),
+        ({"num_groups": 4, "top_groups": 5}, "Set --model.top-groups to 4 or less."),
+        ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "only 2 experts. Set --model.top-k to 2 or less"),
+        ({"mtp_depth": -1}, "Set --model.mtp-depth to 0 or more."),
+    ],
+)
+def test_impossible_models_name_the_flag(change, message):
+    with pytest.raises(SettingError) as error:
+        replace(CONFIG, **change).validate()
+    assert message in str(error.value)
+
+
+def test_published_configurations_are_possible():
+    DEEPSEEK_V3.validate()
+    assert deepseek.router_config(DEEPSEEK_V3).experts_per_group == 32

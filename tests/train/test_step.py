@@ -1,0 +1,156 @@
+"""The compiled step: the same on every mesh, guarded, traced once."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_course.models.config import ModelConfig
+from moe_course.parallel import MeshConfig, batch_sharding, make_mesh
+from moe_course.train.config import OptimizerConfig, TrainConfig
+from moe_course.train.step import dispatch_plan, init_state, make_eval_step, make_train_step
+from tests.oracle import relative_error
+
+MODEL = ModelConfig(
+    d_model=32, num_layers=2, num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+    v_head_dim=8, d_ff_dense=48, d_ff=16, num_experts=8, top_k=2,
+)  # fmt: skip
+BATCH, SEQ = 8, 16
+
+
+def config(mesh=(1, 2, 4), **changes) -> TrainConfig:
+    optimizer = changes.pop("optimizer", OptimizerConfig(warmup_steps=2, expert_bias_rate=0.01))
+    mesh = MeshConfig(*mesh)
+    base = TrainConfig(
+        model=MODEL,
+        mesh=mesh,
+        devices=mesh.size,
+        batch_size=BATCH,
+        seq_len=SEQ,
+        steps=20,
+        capacity_factor=8.0,
+    )
+    return replace(base, optimizer=optimizer, **changes)
+
+
+def random_batch(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    segments = np.cumsum(rng.uniform(size=(BATCH, SEQ + 1)) < 0.1, axis=1).astype(np.int32)
+    tokens = rng.integers(0, 256, (BATCH, SEQ + 1)).astype(np.int32)
+    return {"tokens": tokens, "segments": segments, "domain": (np.arange(BATCH) % 4).astype(np.int32)}
+
+
+class Run:
+    """A few steps of one configuration."""
+
+    def __init__(self, config, bucket=0):
+        self.mesh = make_mesh(config.mesh)
+        self.step = make_train_step(config, self.mesh, bucket)
+        self.state = init_state(config, self.mesh)
+
+    def __call__(self, batch):
+        batch = jax.device_put(batch, batch_sharding(self.mesh))
+        self.state, metrics = self.step(self.state, batch)
+        return jax.device_get(metrics)
+
+
+def snapshot(state):
+    return jax.tree.map(np.array, jax.device_get((state.params, state.bias, state.opt_state, state.step)))
+
+
+def equal(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.mark.slow
+def test_same_training_on_1_2_4_and_8_devices():
+    """Losses, gradient norms, loads and parameters after three steps, against one device."""
+    results = {}
+    for mesh in [(1, 1, 1), (1, 1, 2), (1, 2, 2), (1, 2, 4)]:
+        run = Run(
+            config(
+                mesh, optimizer=OptimizerConfig(warmup_steps=2, balance_coefficient=0.01, z_coefficient=1e-3)
+            )
+        )
+        metrics = [run(random_batch(i)) for i in range(3)]
+        results[mesh] = metrics, snapshot(run.state)
+    reference, (params, bias, *_) = results.pop((1, 1, 1))
+    for mesh, (metrics, (their_params, their_bias, *_)) in results.items():
+        for ours, theirs in zip(reference, metrics, strict=True):
+            for name in ("loss", "total_loss", "gradient_norm", "nats_by_domain", "balance_loss"):
+                assert relative_error(theirs[name], ours[name]) < 5e-6, (mesh, name)
+            np.testing.assert_array_equal(theirs["load"], ours["load"])
+            assert int(theirs["ledger"].dropped) == 0
+        errors = jax.tree.map(relative_error, their_params, params)
+        assert max(jax.tree.leaves(errors)) < 5e-5, mesh
+        assert equal(their_bias, bias)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return Run(config())
+
+
+def test_b92_one_trace_for_any_routing(run):
+    for seed in range(5):
+        metrics = run(random_batch(seed))
+        assert not metrics["overflow"]
+    assert run.step.jitted._cache_size() == 1
+
+
+def test_bias_moves_once_per_step_against_the_load(run):
+    _, before, *_ = snapshot(run.state)
+    metrics = run(random_batch(17))
+    _, after, *_ = snapshot(run.state)
+    (old,), (new,) = jax.tree.leaves(before), jax.tree.leaves(after)
+    load = metrics["load"][0]
+    np.testing.assert_allclose(new - old, 0.01 * np.sign(load.mean() - load), atol=1e-7)
+
+
+def test_non_finite_loss_changes_nothing_and_halts(run):
+    poisoned = jax.tree.map(jnp.array, run.state)
+    kernel = poisoned.params["layers"][1]["attention"]["out"]["kernel"]
+    poisoned.params["layers"][1]["attention"]["out"]["kernel"] = kernel.at[0, 0].set(jnp.nan)
+    before = snapshot(poisoned)
+    batch = jax.device_put(random_batch(1), batch_sharding(run.mesh))
+    state, metrics = run.step(poisoned, batch)
+    assert not metrics["finite"]
+    assert np.asarray(metrics["layer_finite"]).tolist() == [True, False]
+    after = snapshot(state)
+    nan_aware = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    assert all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in nan_aware)
+    assert bool(state.halted)
+
+
+def test_evaluation_changes_nothing_and_counts_every_target(run):
+    """B26: cross-entropy only, no side effects; the sums are those of the training metrics."""
+    before = snapshot(run.state)
+    batch = random_batch(3)
+    on_device = jax.device_put(batch, batch_sharding(run.mesh))
+    sums = make_eval_step(config(), run.mesh)(run.state.params, run.state.bias, on_device)
+    assert equal(before, snapshot(run.state))
+    valid = (batch["segments"][:, 1:] == batch["segments"][:, :-1]).sum()
+    assert int(sums["targets"]) == valid
+    metrics = run(batch)
+    assert float(sums["nats"]) == pytest.approx(float(metrics["nats_by_domain"].sum()), rel=1e-6)
+
+
+def test_overflow_returns_the_state_unchanged_until_cleared():
+    """The guarded step: a buffer too small for the demand is reported, applied never, and later steps wait."""
+    small = config(capacity_factor=0.25)
+    run = Run(small)
+    before = snapshot(run.state)
+    first, second = run(random_batch(0)), run(random_batch(1))
+    assert first["overflow"]
+    assert first["demand"] > dispatch_plan(small, 0).capacity
+    assert second["skipped"]
+    assert equal(before, snapshot(run.state))
+    # The same batch in a bucket that holds it gives the bits of a run that never overflowed.
+    run.step = make_train_step(small, run.mesh, 5)
+    run.state = replace(run.state, halted=jnp.zeros_like(run.state.halted))
+    again = run(random_batch(0))
+    unbounded = Run(config())
+    assert float(again["loss"]) == float(unbounded(random_batch(0))["loss"])
+    assert equal(snapshot(run.state), snapshot(unbounded.state))
