@@ -101,7 +101,7 @@ def test_b50_groups_are_a_stable_partition(seed, kind, shape, align):
     check_groups(grouped(jnp.asarray(ids), shape[2], align=align), ids, shape[2], align)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(st.data())
 def test_groups_of_any_shape(data):
     shape = [data.draw(st.integers(low, high)) for low, high in [(0, 70), (1, 4), (1, 9)]]
@@ -298,11 +298,13 @@ def check_layer(name, shape, align, seed, kind):
 LAYER_SHAPES = [(1, 1, 1), (4, 4, 4), (5, 2, 4)]
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_b42_b48_b50_b51_layer_equals_a_loop(name):
-    for shape, align in [(shape, 8) for shape in LAYER_SHAPES] + [((5, 2, 4), 1)]:
-        for seed, kind in enumerate(KINDS):
-            check_layer(name, shape, align, seed, kind)
+@pytest.mark.parametrize(
+    ("name", "shape", "align"),
+    [*(("ours", shape, 8) for shape in LAYER_SHAPES), ("ours", (5, 2, 4), 1), ("naive", (5, 2, 4), 8)],
+)
+def test_b42_b48_b50_b51_layer_equals_a_loop(name, shape, align):
+    for seed, kind in enumerate(KINDS):
+        check_layer(name, shape, align, seed, kind)
 
 
 @settings(max_examples=40)
@@ -335,7 +337,7 @@ def small():
 
 def test_b50_gradient_of_permute_sums_the_copies():
     groups, x = small()
-    grad = jax.grad(lambda x: permute(x, groups).sum())(x)
+    grad = jax.jit(jax.grad(lambda x: permute(x, groups).sum()))(x)
     np.testing.assert_array_equal(grad, [[2, 2], [2, 2], [0, 0]])
 
 
@@ -370,10 +372,10 @@ def test_the_combine_adds_in_float32(dtype):
     big = 256.0 if dtype == jnp.bfloat16 else 2048.0
     groups = grouped(jnp.arange(9, dtype=jnp.int32)[None], 9)
     rows = jnp.asarray([big] + [1.0] * 8, dtype)[:, None]
-    out = unpermute(rows, groups)
+    out = jax.jit(unpermute)(rows, groups)
     assert out.dtype == dtype
     assert float(out[0, 0]) == big + 8
-    grad = jax.grad(lambda x: (permute(x, groups) * rows).sum().astype(FP32))(jnp.ones((1, 1), dtype))
+    grad = jax.jit(jax.vjp(permute, jnp.ones((1, 1), dtype), groups)[1])(rows)[0]
     assert grad.dtype == dtype
     assert float(grad[0, 0]) == big + 8
 
@@ -405,9 +407,10 @@ def test_vmap_equals_a_loop():
         groups = group_by_expert(ids, 4, align=4)
         return (unpermute(permute(x, groups), groups, weights) ** 2).sum()
 
-    grads = jax.vmap(jax.grad(loss, argnums=(0, 1)))(x, weights, ids)
+    grad = jax.grad(loss, argnums=(0, 1))
+    together, one = jax.jit(jax.vmap(grad))(x, weights, ids), jax.jit(grad)
     for i in range(3):
-        for a, b in zip(grads, jax.grad(loss, argnums=(0, 1))(x[i], weights[i], ids[i]), strict=True):
+        for a, b in zip(together, one(x[i], weights[i], ids[i]), strict=True):
             oracle.assert_close(a[i], b, FP32, 4)
 
 
@@ -436,17 +439,18 @@ def test_inside_shard_map_with_replication_checked(devices, replicated):
         )
         return fn(*args)
 
-    def loop(*args):
-        parts = [
-            [a if name == replicated else a[6 * i : 6 * i + 6] for name, a in zip(full, args, strict=True)]
-            for i in range(8)
-        ]
-        return sum(part(*p) for p in parts)
+    one = jax.jit(jax.value_and_grad(part, argnums=(0, 1)))
+    value, grads = 0.0, [np.zeros(full[name].shape) for name in ("x", "weights")]
+    for i in range(8):
+        cut = {name: slice(None) if name == replicated else slice(6 * i, 6 * i + 6) for name in full}
+        part_value, part_grads = one(*(full[name][cut[name]] for name in full))
+        value += float(part_value)
+        for grad, name, part_grad in zip(grads, ("x", "weights"), part_grads, strict=True):
+            grad[cut[name]] += part_grad
 
-    args = [jnp.asarray(a) for a in full.values()]
-    got = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1)))(*args)
-    want = jax.jit(jax.value_and_grad(loop, argnums=(0, 1)))(*args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    got, got_grads = jax.jit(jax.value_and_grad(sharded, argnums=(0, 1)))(*full.values())
+    oracle.assert_close(got, value, FP32, 48)
+    for a, b in zip(got_grads, grads, strict=True):
         oracle.assert_close(a, b, FP32, 48)
 
 
