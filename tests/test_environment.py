@@ -1,6 +1,7 @@
 """setup() in fresh processes: JAX starts once per process, so each case needs its own."""
 
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -243,3 +244,10 @@ def test_this_session_counts_as_started():
     assert environment.setup(8, quiet=True).num_devices == 8
     with pytest.raises(environment.RunError, match="4 devices were asked for"):
         environment.setup(4, quiet=True)
+
+
+def test_freed_memory_is_kept_where_the_allocator_allows():
+    """On glibc the call is accepted; elsewhere it says so and changes nothing."""
+    glibc = platform.libc_ver()[0] == "glibc"
+    said = output("from moe_course.environment import keep_freed_memory; print(keep_freed_memory())")
+    assert said.strip() == str(glibc)
