@@ -81,8 +81,7 @@ def draw_ids(rng, num_tokens, top_k, num_experts, kind):
 KINDS = ["any", "some masked", "one takes all", "few experts", "nobody", "bad ids"]
 
 
-@pytest.mark.parametrize("align", [1, 8])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "align"), [*((s, 8) for s in SHAPES), ((5, 2, 4), 1), ((33, 2, 5), 1)])
 def test_groups_equal_a_loop(shape, align):
     for seed, kind in enumerate(KINDS):
         ids = draw_ids(np.random.default_rng(seed), *shape, kind)
@@ -414,7 +413,7 @@ def test_vmap_equals_a_loop():
             oracle.assert_close(a[i], b, FP32, 4)
 
 
-@pytest.mark.parametrize("replicated", ["nothing", "x", "weights", "ids"])
+@pytest.mark.parametrize("replicated", ["x", "weights", "ids"])
 def test_inside_shard_map_with_replication_checked(devices, replicated):
     """Each device groups its own tokens; a replicated input gets the gradient summed over devices."""
     mesh = jax.make_mesh((8,), ("tokens",), axis_types=(AxisType.Auto,), devices=devices)
@@ -424,8 +423,7 @@ def test_inside_shard_map_with_replication_checked(devices, replicated):
         "weights": np.float32(rng.normal(size=(48, 2))),
         "ids": draw_ids(rng, 48, 2, 4, "some masked"),
     }
-    if replicated != "nothing":
-        full[replicated] = full[replicated][:6]
+    full[replicated] = full[replicated][:6]
     specs = tuple(P() if name == replicated else P("tokens") for name in full)
 
     def part(x, weights, ids):
