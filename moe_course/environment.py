@@ -124,7 +124,7 @@ def keep_freed_memory() -> bool:
 
     XLA:CPU allocates its temporaries anew for every execution. Blocks of megabytes come straight from the
     kernel, which zeroes each page again at every step, and each thread keeps a heap of its own. With one heap
-    that never shrinks, a step of ``tiny`` on 8 devices takes 1.08 CPU seconds in place of 1.55 (JAX 0.12, 2 cores).
+    that never shrinks, a step of ``tiny`` on 8 devices takes 1.08 CPU seconds, not 1.55 (JAX 0.12).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -133,7 +133,7 @@ def keep_freed_memory() -> bool:
     trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # M_..., as malloc.h numbers them
     largest_int = 2**31 - 1
     settings = {trim_threshold: largest_int, mmap_threshold: largest_int, arena_max: 1}
-    return all([mallopt(name, value) for name, value in settings.items()])
+    return all(mallopt(name, value) for name, value in settings.items())
 
 
 def backends_started() -> bool:

@@ -62,7 +62,9 @@ def expected(x, ids, weights):
 
 
 @pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize(("top_k", "hot", "masked"), [(3, None, 0.0), (1, None, 0.3), (2, 6, 0.0), (8, None, 0.5)])
+@pytest.mark.parametrize(
+    ("top_k", "hot", "masked"), [(3, None, 0.0), (1, None, 0.3), (2, 6, 0.0), (8, None, 0.5)]
+)
 def test_dispatch_combine_equals_indexing(shape, top_k, hot, masked):
     x, ids, weights = random_case(7, 64, top_k, hot, masked)
     plan = plan_for(shape, 64, top_k)
@@ -118,9 +120,7 @@ def test_overflow_is_counted_not_hidden(hot):
     largest_pair = 0
     for sender, receiver in itertools.product(range(ranks), range(ranks)):
         local = ids[sender * per_rank : (sender + 1) * per_rank]
-        slots = [
-            (e, t, k) for (t, k), e in np.ndenumerate(local) if e // plan.experts_per_rank == receiver
-        ]
+        slots = [(e, t, k) for (t, k), e in np.ndenumerate(local) if e // plan.experts_per_rank == receiver]
         largest_pair = max(largest_pair, len(slots))
         for _, t, k in sorted(slots)[:pair]:
             kept[sender * per_rank + t, k] = True
