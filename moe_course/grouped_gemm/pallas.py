@@ -7,7 +7,8 @@ multiplies and which rows they are. Programs beyond the last tile find an empty 
 
 **Masked tail.** Each group's tiles start where the group starts, so a group's last tile may reach into the
 next group: those rows load as 0 and are not stored. Nothing is padded in memory, no two programs write the
-same element, and so there are no atomics and the result does not depend on the order of programs.
+same element, and so there are no atomics and the result does not depend on the order of programs. Places are
+in rows; Pallas multiplies by the row length, in 64 bits for arrays of more than 4 GiB.
 
 **Double buffering.** The depth loop loads a block of each operand and multiplies them. With
 ``num_stages=2`` Triton's pipeliner turns these loads into asynchronous copies into two shared-memory
@@ -21,7 +22,6 @@ loop as long as the group, once around for nobody if it is empty: then it stores
 Correct in interpret mode on a CPU, lowered for CUDA by both JAX versions. Never run on a GPU.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -165,11 +165,6 @@ def _call(program, *, grid, out_shape, blocks: Blocks, interpret: bool):
         *_, like = operands
         if any(0 in x.shape for x in operands):  # a block of nothing has no address
             return vary_over(jnp.zeros(out_shape, like.dtype), varying_axes(like))
-        for shape in (out_shape, *(x.shape for x in operands)):
-            if math.prod(shape) > jnp.iinfo(jnp.int32).max:
-                raise ValueError(
-                    f"an array of shape {shape} has more elements than a 32-bit offset can address"
-                )
         kind = jax.typeof(like).mat
         return pl.pallas_call(
             program,

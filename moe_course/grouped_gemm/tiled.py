@@ -155,12 +155,13 @@ def _walk(begin, end, full, counts, num_rows: int, tile: Callable, carry):
 
 
 def fill_one_tile(x: Array) -> Array:
-    """``x``, padded to the next tile size if it has fewer rows than the largest tile.
+    """``x``, padded to the next tile size if it has fewer rows than the largest tile."""
+    return jnp.pad(x, ((0, room(x.shape[0]) - x.shape[0]), (0, 0)))
 
-    The plan never covers n rows by a tile of more than the next power of two, so every planned tile fits.
-    """
-    room = min((size for size in TILES if size >= x.shape[0]), default=x.shape[0])
-    return jnp.pad(x, ((0, room - x.shape[0]), (0, 0))) if room > x.shape[0] else x
+
+def room(num_rows: int) -> int:
+    """Rows to make of ``num_rows``. The plan never covers n rows by a tile larger than this."""
+    return min((size for size in TILES if size >= num_rows), default=num_rows)
 
 
 def dot(lhs: Array, rhs: Array, lhs_axis: int, rhs_axis: int) -> Array:
