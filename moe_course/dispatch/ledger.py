@@ -6,6 +6,7 @@ the code. They agree, or copies were dropped; ``made - combined`` says how many.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import jax
 from jaxtyping import Array, Int
@@ -57,7 +58,7 @@ def check(made: int, sent: int, received: int, computed: int, combined: int) -> 
         ("computed", computed),
         ("combined", combined),
     ]
-    for (before, n), (after, m) in zip(steps, steps[1:], strict=False):
+    for (before, n), (after, m) in pairwise(steps):
         if n != m:
             return f"{n} token copies {before} but {m} {after}"
     return None

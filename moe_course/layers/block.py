@@ -26,14 +26,20 @@ class Block(nnx.Module):
         plan: DispatchPlan | None,
         backend: str = "auto",
     ) -> tuple[Float[Array, "tokens d_model"], MoEStats | None]:
-        x = x + self.attention(self.attention_norm(x), segments)
-        hidden = self.feed_forward_norm(x)
+        x, hidden = self.before_feed_forward(x, segments)
         if isinstance(self.feed_forward, MoE):
             out, stats = self.feed_forward(
                 hidden, plan=plan, num_sequences=segments.shape[0], backend=backend
             )
             return x + out, stats
         return x + self.feed_forward(hidden), None
+
+    def before_feed_forward(
+        self, x: Float[Array, "tokens d_model"], segments: Int[Array, "batch seq"]
+    ) -> tuple[Float[Array, "tokens d_model"], Float[Array, "tokens d_model"]]:
+        """(residual stream after attention, what the feed-forward sees)."""
+        x = x + self.attention(self.attention_norm(x), segments)
+        return x, self.feed_forward_norm(x)
 
 
 class MTP(nnx.Module):

@@ -92,6 +92,17 @@ class DeepSeekLM(nnx.Module):
             finite=jnp.stack([jnp.isfinite(state).all() for state in states]),
         )
 
+    def first_moe_input(
+        self, tokens: Int[Array, "batch seq"], segments: Int[Array, "batch seq"]
+    ) -> Float[Array, "tokens d_model"]:
+        """What the first MoE layer's router and experts see. For measuring that layer on real routing."""
+        hidden = keep_tokens_sharded(self.embedding(tokens.reshape(-1)))
+        for layer in self.layers:
+            if isinstance(layer.feed_forward, MoE):
+                return layer.before_feed_forward(hidden, segments)[1]
+            hidden, _ = layer(hidden, segments, None)
+        raise ValueError("the model has no MoE layer")
+
     def _logits(self, hidden, shape) -> Float[Array, "batch seq vocab"]:
         return self.head(self.norm(hidden)).astype(jnp.float32).reshape(*shape, -1)
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from tensorboardX import SummaryWriter
 
 from moe_course.dispatch import ledger
-from moe_course.dispatch.plan import largest_bucket
 from moe_course.errors import RunError
+from moe_course.models import deepseek
 from moe_course.parallel import batch_sharding, make_mesh
 from moe_course.train.checkpoint import Checkpoints
 from moe_course.train.config import TrainConfig
@@ -250,12 +251,21 @@ class Trainer:
         """Receive rows per rank of the bucket in use."""
         return dispatch_plan(self.config, self.bucket).capacity
 
-    def largest_bucket(self) -> int:
-        """The bucket that no routing can overflow."""
+    def trained_moe(self):
+        """(first MoE layer, the state that enters it for one held-out batch); (None, None) without experts."""
         c = self.config
-        return largest_bucket(
-            c.capacity_factor, c.tokens_per_device, c.model.top_k, c.model.num_experts, c.mesh.expert
+        if not c.model.num_moe_layers:
+            return None, None
+        model = deepseek.merger(c.model)(self.state.params, self.state.bias)
+        batch = self.data.eval_batches(self.data.domains[0], c.batch_size, c.tokens_per_step)[0]
+        graph, state = nnx.split(model)
+        tokens, segments = (
+            jax.device_put(batch[name][:, :-1], batch_sharding(self.mesh)) for name in ("tokens", "segments")
         )
+        with jax.set_mesh(self.mesh):
+            enter = jax.jit(lambda state, *args: nnx.merge(graph, state).first_moe_input(*args))
+            hidden = enter(state, tokens, segments)
+        return model.layers[c.model.num_dense_layers].feed_forward, hidden
 
     def close(self) -> None:
         """Finish writing."""

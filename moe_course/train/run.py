@@ -1,7 +1,6 @@
 """``moe-course train``: from settings to a finished run with its report."""
 
 import datetime
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,13 +99,17 @@ def _finish(config: TrainConfig, data: TrainData, trainer, summary: dict, consol
     with console.status("n-gram baselines"):
         summary["baselines"] = baselines(data, held_out_bytes=config.final_eval_bytes)
     with console.status("latencies"):
-        summary["peak"] = measure_peak(config.model.compute_dtype)
+        summary["peak"] = measure_peak(config.model.compute_dtype, devices=config.devices)
+        layer, hidden = trainer.trained_moe()
         summary["latency_ms"] = measure_latency(
             config.model,
             trainer.mesh,
             tokens_per_step=config.tokens_per_step,
             capacity=trainer.capacity,
+            hidden=hidden,
             dispatcher=config.dispatcher,
+            layer=layer,
+            backend=config.backend,
         )
     for domain, bits in final["bits_per_byte_by_domain"].items():
         orders = "  ".join(f"order {n} {value:.2f}" for n, value in enumerate(summary["baselines"][domain]))
@@ -168,11 +171,6 @@ def _has_gpu() -> bool:
 def _check_devices(config: TrainConfig, found: int) -> None:
     if found != config.devices:
         raise RunError(
-            f"--devices is {config.devices} but {found} GPU are here. Set --devices {found} with a mesh of that "
-            f"size, or JAX_PLATFORMS=cpu to simulate {config.devices}."
+            f"--devices is {config.devices} but {found} GPUs are here. Set --devices {found} with a mesh of "
+            f"that size, or JAX_PLATFORMS=cpu to simulate {config.devices}."
         )
-
-
-def error_console() -> Console:
-    """Where one-line errors go."""
-    return Console(file=sys.stderr, soft_wrap=True, highlight=False)

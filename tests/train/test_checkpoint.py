@@ -64,6 +64,6 @@ def test_full_disk_is_told_before_anything_is_written(saved, monkeypatch):
 
 def test_no_checkpoint_says_so(tmp_path):
     checkpoints = Checkpoints(tmp_path / "none", keep=1)
-    with pytest.raises(RunError, match="no checkpoint in .* Leave out --resume"):
+    with pytest.raises(RunError, match=r"no checkpoint in .* Leave out --resume"):
         checkpoints.restore(abstract_state(CONFIG), make_mesh(CONFIG.mesh))
     checkpoints.close()

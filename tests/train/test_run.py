@@ -13,7 +13,13 @@ import pytest
 from moe_course import cli
 from moe_course.train import run as run_module
 
-SMALLEST = ["--data.domains", "code", "--steps", "10", "--batch-size", "8", "--seq-len", "32", "--optimizer.warmup-steps", "2", "--eval-every", "5", "--eval-bytes", "2000", "--final-eval-bytes", "2000", "--checkpoint-every", "3", "--model.d-model", "32", "--model.num-layers", "2", "--model.num-heads", "2", "--model.q-lora-rank", "0", "--model.kv-lora-rank", "16", "--model.qk-nope-head-dim", "8", "--model.qk-rope-head-dim", "4", "--model.v-head-dim", "8", "--model.d-ff-dense", "32", "--model.d-ff", "16", "--model.num-experts", "8", "--model.top-k", "2"]
+SMALLEST = (
+    "--data.domains code --steps 10 --batch-size 8 --seq-len 32 --optimizer.warmup-steps 2 --eval-every 5 "
+    "--eval-bytes 2000 --final-eval-bytes 2000 --checkpoint-every 3 --model.d-model 32 --model.num-layers 2 "
+    "--model.num-heads 2 --model.q-lora-rank 0 --model.kv-lora-rank 16 --model.qk-nope-head-dim 8 "
+    "--model.qk-rope-head-dim 4 --model.v-head-dim 8 --model.d-ff-dense 32 --model.d-ff 16 "
+    "--model.num-experts 8 --model.top-k 2"
+).split()
 
 
 def start(runs: Path, *options: str) -> subprocess.Popen:
