@@ -59,8 +59,10 @@ class Trainer:
 
     def start(self, resume: bool) -> int:
         """Fresh or restored state; returns the number of steps already done."""
-        if not resume:
+        if not resume or self.checkpoints.latest() is None:
             self.state = init_state(self.config, self.mesh)
+            if resume:  # stopped before its first checkpoint was complete
+                self.run.rewind(0)
             return 0
         self.state, meta = self.checkpoints.restore(abstract_state(self.config), self.mesh)
         if meta["data"] != self.data.fingerprint:

@@ -20,7 +20,7 @@ class Preset:
 TINY = TrainConfig(
     model=ModelConfig(
         d_model=128,
-        num_layers=4,
+        num_layers=3,
         num_dense_layers=1,
         num_heads=4,
         q_lora_rank=64,
@@ -32,10 +32,15 @@ TINY = TrainConfig(
         d_ff=96,
         num_experts=16,
         top_k=4,
+        init_std=0.08,
     ),
-    steps=400,
+    optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=40, expert_bias_rate=0.02),
+    steps=500,
     batch_size=16,
     seq_len=128,
+    eval_every=100,
+    eval_bytes=16_384,
+    checkpoint_every=100,
 )
 
 SMALL = TrainConfig(
@@ -53,8 +58,9 @@ SMALL = TrainConfig(
         d_ff=128,
         num_experts=32,
         top_k=4,
+        init_std=0.06,
     ),
-    optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
+    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100, expert_bias_rate=0.01),
     steps=3000,
     batch_size=8,
     seq_len=256,
