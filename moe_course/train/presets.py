@@ -38,6 +38,7 @@ TINY = TrainConfig(
     steps=500,
     batch_size=16,
     seq_len=128,
+    capacity_factor=2.5,
     eval_every=100,
     eval_bytes=16_384,
     checkpoint_every=100,

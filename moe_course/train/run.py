@@ -45,16 +45,17 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
     status = setup(config.devices, quiet=True)
     _check_devices(config, status.num_devices)
 
-    console.print(str(status), highlight=False)
+    console.print(str(status), highlight=False, soft_wrap=True)
     counts = parameter_counts(config.model)
     console.print(
         f"model     {counts.total / 1e6:.2f}M parameters, {counts.active / 1e6:.2f}M active per token; "
         f"{config.model.num_experts} experts, top {config.model.top_k}\n"
         f"mesh      data {config.mesh.data} x fsdp {config.mesh.fsdp} x expert {config.mesh.expert}",
         highlight=False,
+        soft_wrap=True,
     )
     for line in data.summary():
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
 
     if not options.resume:
         run.create(config, preset)
@@ -64,7 +65,9 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
     try:
         done = trainer.start(options.resume)
         if options.resume:
-            console.print(f"resuming {path} after step {done} of {config.steps}", highlight=False)
+            console.print(
+                f"resuming {path} after step {done} of {config.steps}", highlight=False, soft_wrap=True
+            )
         finished = trainer.train(done)
         summary = _summary(run, config, preset, data, trainer, counts, finished)
         if finished:
@@ -77,6 +80,7 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
             f"stopped, checkpoint written. Continue with:\n"
             f"  moe-course train --preset {preset} --name {path.name} --runs-dir {options.runs_dir} --resume",
             highlight=False,
+            soft_wrap=True,
         )
         return False
     from moe_course.train.report import write_report
@@ -85,6 +89,7 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
     console.print(
         f"report    {report}\nnext      open it, or watch the curves: tensorboard --logdir {path}",
         highlight=False,
+        soft_wrap=True,
     )
     return True
 
@@ -113,7 +118,11 @@ def _finish(config: TrainConfig, data: TrainData, trainer, summary: dict, consol
         )
     for domain, bits in final["bits_per_byte_by_domain"].items():
         orders = "  ".join(f"order {n} {value:.2f}" for n, value in enumerate(summary["baselines"][domain]))
-        console.print(f"{domain:<8}  {bits:.3f} bits/byte held out    n-grams: {orders}", highlight=False)
+        console.print(
+            f"{domain:<8}  {bits:.3f} bits/byte held out    n-grams: {orders}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _summary(run, config, preset, data, trainer, counts, finished) -> dict:
