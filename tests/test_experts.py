@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint exports only its printer
 from jax.sharding import PartitionSpec as P
 
 from moe_course import experts
@@ -175,18 +176,8 @@ def saved_names(policy, backend="tiled") -> set[str]:
     def layer(rows, gate_up, down):
         return jnp.sum(jnp.sin(swiglu_experts(jnp.sin(rows), gate_up, down, sizes, backend=backend)))
 
-    saved = (
-        jax.ad_checkpoint.saved_residuals(layer, rows, gate_up, down)
-        if hasattr(jax.ad_checkpoint, "saved_residuals")
-        else _saved_residuals(layer, rows, gate_up, down)
-    )
+    saved = saved_residuals(layer, rows, gate_up, down)
     return {name for _, why in saved for name in RESIDUAL_NAMES if f"named '{name}'" in why}
-
-
-def _saved_residuals(*args):
-    from jax._src.ad_checkpoint import saved_residuals
-
-    return saved_residuals(*args)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "ragged_dot"])
