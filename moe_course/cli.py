@@ -1,5 +1,6 @@
 """The command line: ``moe-course train | bench``. ``moe-course COMMAND --help`` lists every setting."""
 
+import errno
 import sys
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -34,6 +35,15 @@ def main(argv: list[str] | None = None) -> int:
         return commands[argv[0]](argv[1:])
     except (SettingError, RunError) as error:
         print(f"moe-course: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(
+            f"moe-course: the disk is full{where}. Free some space, or set --runs-dir to another disk, then --resume.",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("moe-course: interrupted", file=sys.stderr)

@@ -34,6 +34,7 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
 
     Every setting is checked before the run's folder is made.
     """
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     config.validate()
     _check_vocabulary(config)
     _check_memory(config)
@@ -69,7 +70,7 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
                 f"resuming {path} after step {done} of {config.steps}", highlight=False, soft_wrap=True
             )
         finished = trainer.train(done)
-        summary = _summary(run, config, preset, data, trainer, counts, finished)
+        summary = _summary(run, config, preset, data, trainer, counts, finished, started)
         if finished:
             _finish(config, data, trainer, summary, console)
         run.write_json(SUMMARY, summary)
@@ -87,8 +88,8 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
 
     report = write_report(path)
     console.print(
-        f"report    {report}\nnext      open it, or watch the curves: tensorboard --logdir {path}",
-        highlight=False,
+        f"report    {report}\nnext      open it; TensorBoard events are in {run.tensorboard} "
+        f"(pip install tensorboard shows them)",
         soft_wrap=True,
     )
     return True
@@ -125,7 +126,7 @@ def _finish(config: TrainConfig, data: TrainData, trainer, summary: dict, consol
         )
 
 
-def _summary(run, config, preset, data, trainer, counts, finished) -> dict:
+def _summary(run, config, preset, data, trainer, counts, finished, started) -> dict:
     import jax
 
     device, v = jax.devices()[0], versions()
@@ -134,7 +135,7 @@ def _summary(run, config, preset, data, trainer, counts, finished) -> dict:
     return {
         "name": run.path.name,
         "preset": preset,
-        "started": earlier.get("started", datetime.datetime.now().astimezone().isoformat(timespec="seconds")),
+        "started": earlier.get("started", started),
         "seconds": trainer.seconds,
         "finished": finished,
         "versions": v,

@@ -1,5 +1,6 @@
 """The main job as a person runs it: kill and resume, interrupt, overflow, and every kind of bad input."""
 
+import errno
 import json
 import os
 import signal
@@ -210,6 +211,17 @@ def test_a_new_run_never_touches_an_old_one(tmp_path):
     run_module.RunDir(tmp_path / "tiny").create(run_module.TrainConfig(), "tiny")
     assert choose(tmp_path, None, "tiny", False).name == "tiny-2"
     assert choose(tmp_path, None, "tiny", True).name == "tiny"
+
+
+def test_a_disk_that_fills_up_is_one_line(capsys, monkeypatch):
+    def full(argv):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny/metrics.jsonl")
+
+    monkeypatch.setattr(cli, "_train", full)
+    assert cli.main(["train"]) == 2
+    assert (
+        "the disk is full while writing runs/tiny/metrics.jsonl. Free some space" in capsys.readouterr().err
+    )
 
 
 def test_unknown_commands_and_help(capsys):
