@@ -8,7 +8,10 @@ import importlib
 import json
 import platform
 
-BENCHES = {"grouped-gemm": "moe_course.bench.grouped_gemm"}
+BENCHES = {
+    "grouped-gemm": "moe_course.bench.grouped_gemm",
+    "moe-layer": "moe_course.bench.moe_layer",
+}
 
 
 def run(name: str, options=None) -> dict:
