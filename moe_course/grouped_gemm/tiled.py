@@ -14,7 +14,9 @@ What worked on XLA:CPU (JAX 0.10.2 and 0.12.0, two cores, 32 experts, D = 512, F
 - Nested ``while_loop``: an idle one costs well under a microsecond, and one slice of the expert's weights
   serves all its tiles. A loop that runs 0 or 1 times is the conditional that copies nothing.
 - Large tiles. A dot is cut over the cores, the writing of its result is not; small tiles also pay once more
-  for each [D, F] sum of wgrad. Five sizes do as well as eight (adding 768, 384, 192) and compile faster.
+  for each [D, F] sum of wgrad. Powers of two do as well as with 768, 384 and 192 between them, and compile
+  faster. A small last size pays in small groups: at 64 rows per expert on average, 32 instead of 64 computes
+  1.24 instead of 1.48 times the rows, for 3 to 8 % less time.
 - Masks fused into the slices (wgrad) and the write (forward): too cheap to see.
 
 What did not: ``lax.switch`` over tile sizes (copies the output in JAX 0.10), gathered weights with a batched
@@ -33,9 +35,9 @@ from jaxtyping import Float, Int
 from moe_course.grouped_gemm.bounds import group_bounds
 from moe_course.grouped_gemm.varying import vary_over, varying_axes
 
-TILES = (1024, 512, 256, 128, 64)
+TILES = (1024, 512, 256, 128, 64, 32)
 """Rows per tile: powers of two, largest first."""
-TILE_OVERHEAD = 64
+TILE_OVERHEAD = 32
 """What one more tile costs, in rows."""
 
 
