@@ -7,7 +7,6 @@ the demand has been small for a while. No token is dropped, and the updates are 
 
 import math
 import os
-import signal
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -24,9 +23,10 @@ from moe_course.models import deepseek
 from moe_course.parallel import batch_sharding, make_mesh
 from moe_course.train.checkpoint import Checkpoints
 from moe_course.train.config import TrainConfig
-from moe_course.train.corpora import DOMAINS
 from moe_course.train.data import TrainData
+from moe_course.train.interrupt import StopOnSignal
 from moe_course.train.progress import TrainProgress
+from moe_course.train.readout import non_finite_part, step_record
 from moe_course.train.run_dir import RunDir
 from moe_course.train.step import abstract_state, dispatch_plan, init_state, make_eval_step, make_train_step
 
@@ -55,7 +55,6 @@ class Trainer:
         self.bucket = 0
         self.recent_demand: deque[int] = deque(maxlen=CALM_STEPS)
         self.seconds = 0.0
-        self.stop_requested = False
 
     def start(self, resume: bool) -> int:
         """Fresh or restored state; returns the number of steps already done."""
@@ -84,9 +83,10 @@ class Trainer:
         held: dict[int, dict] = {}
         started = done
         self._last_finish = time.perf_counter()
-        with _signals(self), TrainProgress(self.console, self.config.steps, done) as progress:
+        progress = TrainProgress(self.console, self.config.steps, done)
+        with progress, StopOnSignal(progress.say) as stop:
             self.progress = progress
-            while done < self.config.steps and not self.stop_requested:
+            while done < self.config.steps and not stop.requested:
                 if started < self.config.steps and len(in_flight) < limit and not self._pause(started, done):
                     batch = held.pop(started, None) or self._next_batch(batches, started)
                     in_flight.append(self._start(started, batch))
@@ -105,13 +105,13 @@ class Trainer:
                 done = finished.step + 1
                 self._record(done, metrics)
                 self._boundary(done)
-            if self.stop_requested:
+            if stop.requested:
                 done = self._drain(in_flight, done)
             progress.doing("saving")
             if self.checkpoints.latest() != done and done > 0:
                 self._save(done)
             self.checkpoints.wait()
-        if self.stop_requested:
+        if stop.requested:
             self._event(done, "interrupt", f"stopped after step {done}")
         return done == self.config.steps
 
@@ -275,49 +275,6 @@ class Trainer:
         self.checkpoints.close()
 
 
-def step_record(step: int, metrics: dict, seconds: float, config: TrainConfig, capacity: int) -> dict:
-    """The metrics line of one step (the schema is in ``train.report``)."""
-    nats, targets = metrics["nats_by_domain"], metrics["targets_by_domain"]
-    books = metrics.get("ledger")
-    return {
-        "kind": "step",
-        "step": step,
-        "loss": float(metrics["loss"]),
-        "bits_per_byte": float(metrics["loss"]) / math.log(2),
-        "bits_per_byte_by_domain": {
-            name: float(nats[i]) / int(targets[i]) / math.log(2)
-            for i, name in enumerate(DOMAINS)
-            if targets[i]
-        },
-        "gradient_norm": float(metrics["gradient_norm"]),
-        "learning_rate": float(metrics["learning_rate"]),
-        "targets": int(targets.sum()),
-        "tokens": config.tokens_per_step,
-        "seconds": seconds,
-        "load": np.asarray(metrics.get("load", [])).tolist(),
-        "max_over_mean": np.asarray(metrics.get("max_over_mean", [])).tolist(),
-        "demand": int(metrics["demand"]),
-        "capacity": capacity,
-        "ledger": {k: int(v) for k, v in vars(books).items()} | {"dropped": int(books.dropped)}
-        if books
-        else {},
-        "balance_loss": np.asarray(metrics.get("balance_loss", [])).tolist(),
-        "bias_range": np.asarray(metrics.get("bias_range", [])).tolist(),
-    }
-
-
-def non_finite_part(metrics: dict, num_layers: int) -> str:
-    """Where NaN or infinity shows first: the output of a layer, the loss, or the gradient of a part."""
-    bad = [i for i, finite in enumerate(metrics["layer_finite"]) if not finite]
-    if bad:
-        name = f"layer {bad[0]}" if bad[0] < num_layers else f"MTP module {bad[0] - num_layers}"
-        return f"the output of {name}"
-    if not np.isfinite(metrics["total_loss"]):
-        return "the loss (every layer's output is finite: see the head)"
-    parts = [name for name, finite in metrics["gradient_finite"].items() if not finite]
-    return f"the gradient of {', '.join(parts) or 'the parameters, as a norm,'}"
-
-
 def max_in_flight() -> int:
     """Steps that may run before the host reads one: 2, or 1 where two could deadlock.
 
@@ -325,28 +282,3 @@ def max_in_flight() -> int:
     can starve each other. ``NPROC`` set before JAX is imported (``environment.setup`` does) widens the pool.
     """
     return 2 if os.environ.get("NPROC") or jax.default_backend() != "cpu" else 1
-
-
-class _signals:
-    """First Ctrl-C or SIGTERM: finish the step and save. Second: stop at once."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-
-    def __enter__(self):
-        self.previous = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self.previous[number] = signal.signal(number, self._on_signal)
-            except ValueError:  # not the main thread (a notebook's worker): no handler, no harm
-                return
-
-    def _on_signal(self, number, frame):
-        if self.trainer.stop_requested:
-            raise KeyboardInterrupt
-        self.trainer.stop_requested = True
-        self.trainer.progress.say("  finishing this step, then saving (Ctrl-C again stops at once)")
-
-    def __exit__(self, *_):
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)

@@ -122,7 +122,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, bucket: int):
             return batch_loss(merge(params, state.bias), batch, config, plan)
 
         (total, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        gradient_norm = optax.global_norm(grads)
+        gradient_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(total) & jnp.isfinite(gradient_norm)
         moe = aux.pop("moe")
         demand = jnp.int32(0) if moe is None else moe.demand.max()
@@ -140,7 +140,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, bucket: int):
         metrics = aux | {
             "total_loss": total,
             "gradient_norm": gradient_norm,
-            "gradient_finite": {name: jnp.isfinite(optax.global_norm(g)) for name, g in named_parts(grads)},
+            "gradient_finite": {name: jnp.isfinite(optax.tree.norm(g)) for name, g in named_parts(grads)},
             "learning_rate": learning_rate_at(schedule, state.step),
             "overflow": overflow,
             "finite": finite,
