@@ -1,3 +1,6 @@
+"""``python -m moe_course.bench NAME``."""
+
 from moe_course.bench import main
 
-main()
+if __name__ == "__main__":
+    main()

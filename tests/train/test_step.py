@@ -147,10 +147,16 @@ def test_overflow_returns_the_state_unchanged_until_cleared():
     assert first["demand"] > dispatch_plan(small, 0).capacity
     assert second["skipped"]
     assert equal(before, snapshot(run.state))
-    # The same batch in a bucket that holds it gives the bits of a run that never overflowed.
-    run.step = make_train_step(small, run.mesh, 5)
+    # The same batches in the smallest bucket that holds them give the bits of a run that never overflowed.
+    bucket = 0
+    while dispatch_plan(small, bucket).capacity < max(first["demand"], 64):
+        bucket += 1
+    run.step = make_train_step(small, run.mesh, bucket)
     run.state = replace(run.state, halted=jnp.zeros_like(run.state.halted))
-    again = run(random_batch(0))
     unbounded = Run(config())
-    assert float(again["loss"]) == float(unbounded(random_batch(0))["loss"])
+    assert dispatch_plan(small, bucket).capacity < dispatch_plan(config(), 0).capacity
+    for seed in range(3):
+        again = run(random_batch(seed))
+        assert not again["overflow"]
+        assert float(again["loss"]) == float(unbounded(random_batch(seed))["loss"])
     assert equal(snapshot(run.state), snapshot(unbounded.state))
