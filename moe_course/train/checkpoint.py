@@ -1,5 +1,12 @@
-"""Checkpoints by Orbax: written beside, then renamed; loadable on any mesh."""
+"""Checkpoints by Orbax: written beside, then renamed; loadable on any mesh; checked before they are read.
 
+Once a checkpoint is complete, the SHA-256 of its files goes to ``checkpoint_sums/STEP.json``. A file that was cut
+or changed since is found before any of it is used. A run killed between the two leaves a complete checkpoint
+without sums, which is read unchecked.
+"""
+
+import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -19,6 +26,7 @@ class Checkpoints:
         self.directory = directory.resolve()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._sums = self.directory.with_name("checkpoint_sums")
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -32,6 +40,8 @@ class Checkpoints:
             raise self._disk_error(f"a checkpoint needs {need / 1e6:.0f} MB and {free / 1e6:.0f} MB are free")
         args = ocp.args.Composite(state=ocp.args.StandardSave(vars(state)), meta=ocp.args.JsonSave(meta))
         try:
+            self._manager.wait_until_finished()
+            self._write_sums()
             self._manager.save(step, args=args, force=True)
         except Exception as error:
             raise self._disk_error(_first_line(error)) from error
@@ -40,6 +50,7 @@ class Checkpoints:
         """Return when every checkpoint started so far is complete on disk."""
         try:
             self._manager.wait_until_finished()
+            self._write_sums()
         except Exception as error:
             raise self._disk_error(_first_line(error)) from error
 
@@ -53,6 +64,8 @@ class Checkpoints:
             raise RunError(
                 f"no checkpoint in {self.directory}. Leave out --resume to start from the beginning."
             )
+        if changed := self._changed_file(step):
+            raise self._unreadable(step, f"{changed} is damaged")
         like = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             vars(abstract),
@@ -62,18 +75,42 @@ class Checkpoints:
         try:
             restored = self._manager.restore(step, args=args)
         except Exception as error:
-            older = [s for s in self._manager.all_steps() if s < step]
-            way_out = f"to resume from step {max(older)}" if older else "and start again without --resume"
-            raise RunError(
-                f"the checkpoint of step {step} cannot be read ({_first_line(error)}). "
-                f"Delete {self.directory / str(step)} {way_out}."
-            ) from error
+            raise self._unreadable(step, _first_line(error)) from error
         return TrainState(**restored.state), restored.meta
 
     def close(self) -> None:
         """Wait for writes in flight and release the threads."""
         self.wait()
         self._manager.close()
+
+    def _write_sums(self) -> None:
+        """Sums of complete checkpoints that have none yet; those of deleted checkpoints go."""
+        self._sums.mkdir(exist_ok=True)
+        steps = set(self._manager.all_steps())
+        for file in self._sums.glob("*.json"):
+            if int(file.stem) not in steps:
+                file.unlink()
+        for step in steps:
+            file = self._sums / f"{step}.json"
+            if not file.exists():
+                beside = file.with_suffix(".new")
+                beside.write_text(json.dumps(_sums_of(self.directory / str(step)), indent=1))
+                beside.replace(file)
+
+    def _changed_file(self, step: int) -> str | None:
+        """A file of this checkpoint that is not as it was written, if there is one."""
+        file = self._sums / f"{step}.json"
+        if not file.exists():
+            return None
+        written, found = json.loads(file.read_text()), _sums_of(self.directory / str(step))
+        return next((name for name in written if found.get(name) != written[name]), None)
+
+    def _unreadable(self, step: int, what: str) -> RunError:
+        older = [s for s in self._manager.all_steps() if s < step]
+        way_out = f"to resume from step {max(older)}" if older else "and start again without --resume"
+        return RunError(
+            f"the checkpoint of step {step} cannot be read ({what}). Delete {self.directory / str(step)} {way_out}."
+        )
 
     def _disk_error(self, what: str) -> RunError:
         last = self.latest()
@@ -82,6 +119,11 @@ class Checkpoints:
             f"cannot write a checkpoint to {self.directory}: {what}; {kept}. "
             f"Free some space, or set --runs-dir to another disk, then --resume."
         )
+
+
+def _sums_of(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _first_line(error: BaseException) -> str:

@@ -62,6 +62,24 @@ def test_full_disk_is_told_before_anything_is_written(saved, monkeypatch):
     assert not (checkpoints.directory / "8").exists()
 
 
+@pytest.mark.parametrize("damage", ["cut", "one bit", "gone"])
+def test_damage_is_found_before_anything_is_used(saved, damage):
+    checkpoints, _ = saved
+    file = max((checkpoints.directory / "7").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(
+        RunError, match=r"step 7 cannot be read \(.* is damaged\). Delete .*/7 and start again"
+    ):
+        checkpoints.restore(abstract_state(CONFIG), make_mesh(CONFIG.mesh))
+
+
 def test_no_checkpoint_says_so(tmp_path):
     checkpoints = Checkpoints(tmp_path / "none", keep=1)
     with pytest.raises(RunError, match=r"no checkpoint in .* Leave out --resume"):
