@@ -35,7 +35,7 @@ TINY = TrainConfig(
         init_std=0.08,
     ),
     optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=40, expert_bias_rate=0.02),
-    steps=500,
+    steps=400,
     batch_size=16,
     seq_len=128,
     capacity_factor=2.5,
