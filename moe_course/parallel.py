@@ -70,11 +70,6 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     return jax.make_mesh(shape, TOKEN_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def single_device_mesh(device=None) -> Mesh:
-    """A mesh of one device: every sharded path must also run, unchanged, on it."""
-    return make_mesh(MeshConfig(1, 1, 1), [device or jax.devices()[0]])
-
-
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Leading dimension (batch or tokens) over every axis."""
     return NamedSharding(mesh, P(TOKEN_AXES))

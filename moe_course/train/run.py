@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moe_course.environment import memory_bytes, setup, versions
+from moe_course.environment import memory_bytes, setup, versions, visible_gpus
 from moe_course.errors import RunError, SettingError
 from moe_course.scaling.flops import parameter_counts
 from moe_course.train.config import TrainConfig
@@ -165,17 +165,11 @@ def _check_memory(config: TrainConfig) -> None:
     """Refuse what cannot fit before anything is made: the state alone, cut over the mesh's copies."""
     total = parameter_counts(config.model).total
     need, have = BYTES_PER_PARAMETER * total * config.mesh.data, memory_bytes()
-    if have and need > 0.9 * have and not _has_gpu():
+    if have and need > 0.9 * have and not visible_gpus():
         raise SettingError(
             f"{total / 1e9:.1f}B parameters need {need / 1e9:,.0f} GB for weights, gradients and AdamW moments; this "
             f"machine has {have / 1e9:.0f} GB. Choose --preset tiny or small, or make the model smaller."
         )
-
-
-def _has_gpu() -> bool:
-    from moe_course.environment import visible_gpus
-
-    return bool(visible_gpus())
 
 
 def _check_devices(config: TrainConfig, found: int) -> None:
