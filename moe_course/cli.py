@@ -1,4 +1,4 @@
-"""The command line: ``moe-course train | bench``. ``moe-course COMMAND --help`` lists every setting."""
+"""The command line, ``moe-course COMMAND``; ``moe-course COMMAND --help`` lists every setting of a command."""
 
 import errno
 import sys
@@ -13,8 +13,10 @@ from moe_course.errors import RunError, SettingError
 USAGE = """\
 usage: moe-course COMMAND [options]
 
-  train    train a model, or continue a run    moe-course train --preset tiny
-  bench    reproduce a measured claim          moe-course bench grouped-gemm --json
+  train      train a model, or continue a run      moe-course train --preset tiny
+  progress   exercises passed, yours or a room's   moe-course progress [--all DIR]
+  bench      reproduce a measured claim            moe-course bench grouped-gemm --json
+  notebooks  make the notebooks from solutions/    moe-course notebooks [02 ...] [--check]
 
 moe-course COMMAND --help lists the options of a command."""
 
@@ -25,7 +27,7 @@ INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Entry point. 0: done. 2: a setting or a run that cannot go on, explained in one line. 130: interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = {"train": _train, "bench": _bench}
+    commands = {"train": _train, "progress": _progress, "bench": _bench, "notebooks": _notebooks}
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
@@ -87,6 +89,28 @@ def _take_preset(argv: list[str]) -> tuple[str, list[str]]:
         else:
             rest.append(word)
     return name, rest
+
+
+def _progress(argv: list[str]) -> int:
+    from pathlib import Path
+
+    from moe_course.lessons import progress
+
+    @dataclass(frozen=True)
+    class Progress:
+        all: Path | None = None
+        """A folder of learners' progress files: one row each, and where the room is stuck."""
+
+    chosen = tyro.cli(Progress, args=argv, prog="moe-course progress")
+    console = Console(highlight=False)
+    progress.print_room(console, chosen.all) if chosen.all else progress.print_own(console)
+    return 0
+
+
+def _notebooks(argv: list[str]) -> int:
+    from moe_course.lessons.build import Options, build
+
+    return build(tyro.cli(Options, args=argv, prog="moe-course notebooks"))
 
 
 def _bench(argv: list[str]) -> int:

@@ -1,0 +1,10 @@
+"""The course's side of the notebooks: exercises and their checks, hints, progress, pictures, the builder.
+
+In a notebook::
+
+    from moe_course.lessons import check, hint, predict, quiz, yours
+"""
+
+from moe_course.lessons.check import check, hint, predict, quiz, yours
+
+__all__ = ["check", "hint", "predict", "quiz", "yours"]
