@@ -40,9 +40,9 @@ def _number(value) -> str:
         return str(value)
     if abs(value) < 1e-37:  # below float32; the float64 oracle knows smaller ones
         value = 0.0
-    text = f"{value:.3g}"
+    text = f"{value:.4g}"
     # 0.7 reads as 0.70: two digits after the point, where that loses nothing.
-    return f"{value:.2f}" if float(text) == round(value, 2) and abs(value) < 1000 else f"{value:.4g}"
+    return f"{value:.2f}" if float(text) == round(value, 2) and abs(value) < 100 else text
 
 
 def items(value, count: int, *, case: str, names: str, why: str = "") -> Sequence:
