@@ -10,7 +10,9 @@ import platform
 
 BENCHES = {
     "grouped-gemm": "moe_course.bench.grouped_gemm",
+    "kill-rate": "moe_course.bench.kill_rate",
     "moe-layer": "moe_course.bench.moe_layer",
+    "notebooks": "moe_course.bench.notebooks",
 }
 
 
@@ -54,4 +56,7 @@ def main(args: list[str] | None = None) -> None:
     print(", ".join(f"{key} {value}" for key, value in versions().items()))
     for case, values in figures.items():
         shown = values.items() if isinstance(values, dict) else [("", values)]
-        print(f"{case:20}", *(f"{key} {value:.2f}" for key, value in shown))
+        print(
+            f"{case:20}",
+            *(f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in shown),
+        )

@@ -97,7 +97,7 @@ def test_wrong_names_the_property_case_place_and_mistake(capsys):
         "99.1  twice                                 0 of 3 properties hold\n"
         "  x doubles every element\n"
         "      case  x [4]\n"
-        "      yours [0.4254, 0.03123, 2.76, 0.4337]   expected [-1.304, -0.3535, 3.323, 1.317]   (token 0)\n"
+        "      yours [0.4248, 0.03053, 2.768, 0.4345]   expected [-1.304, -0.3494, 3.327, 1.318]   (token 0)\n"
         "      You squared.\n"
         "  x its gradient is 2\n"
         "  x the same input gives the same answer\n"
