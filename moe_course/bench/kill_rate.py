@@ -69,7 +69,7 @@ def attempts(chapter: str) -> list[Attempt]:
 
 def rejected(attempt: Attempt) -> bool:
     """Whether the exercise's check fails it. A function that says it is not written yet is not rejected."""
-    outcome = examine(find(attempt.id), attempt.fn)
+    outcome = examine(find(attempt.id), attempt.fn, first_failure=True)
     return outcome.attempted and not outcome.passed
 
 

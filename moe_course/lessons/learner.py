@@ -103,14 +103,17 @@ class Outcome:
         return self.attempted and not self.failures
 
 
-def examine(exercise: Exercise, fn) -> Outcome:
-    """Run every property on ``fn``. Prints nothing; lets only KeyboardInterrupt through."""
+def examine(exercise: Exercise, fn, *, first_failure: bool = False) -> Outcome:
+    """Run every property on ``fn``, or up to the first that fails. Prints nothing; lets only KeyboardInterrupt
+    through."""
     properties = (*exercise.properties, SAME_AGAIN)  # the last, because it needs a case that worked
     if not callable(fn):
         lines = [f"{type(fn).__name__} is not a function. Give the function itself, without calling it."]
         return Outcome(True, len(properties), 0, [Failure(p.name, lines) for p in properties])
     learner, cases, failures = Learner(fn), 0, []
     for claim in properties:
+        if failures and first_failure:
+            break
         try:
             cases += claim.check(learner)
         except NotAttempted:
