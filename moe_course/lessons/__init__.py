@@ -2,9 +2,10 @@
 
 In a notebook::
 
-    from moe_course.lessons import check, hint, predict, quiz, yours
+    from moe_course.lessons import check, hint, predict, quiz, rounded, yours
 """
 
 from moe_course.lessons.check import check, hint, predict, quiz, yours
+from moe_course.lessons.compare import rounded
 
-__all__ = ["check", "hint", "predict", "quiz", "yours"]
+__all__ = ["check", "hint", "predict", "quiz", "rounded", "yours"]

@@ -73,7 +73,7 @@ def combine_weights(scores, bias, k, scaling_factor):
         title="group limit",
         goal="Say which experts a token may use when it may visit only its best groups.",
         difficulty=3,
-        minutes=20,
+        minutes=15,
         used_again=("07", "10"),
         hints=(
             "A group stands for a machine, and a token may travel to a few machines only. What is a machine worth to a "
@@ -121,7 +121,7 @@ def flipped_tokens(logits, k):
         title="the whole router",
         goal="Put the parts together: DeepSeek-V3's router, with padding tokens masked out.",
         difficulty=4,
-        minutes=30,
+        minutes=20,
         used_again=("03", "06", "07", "11", "12"),
         hints=(
             "A batch has padding. What could the logits of a padding token hold, and which operations would carry that "
@@ -198,20 +198,20 @@ QUIZZES = (
         "02.q4",
         "b",
         {
-            "a": "The group scores are right: both groups that were kept are the best two.",
-            "b": "0 beats every negative key, so an expert of a forbidden group wins. Minus infinity loses to all.",
-            "c": "top_k did its work: 0 is the largest number it was given.",
+            "a": "The inputs of the product are activations, bfloat16 anyway. Their rounding moves logits a little; it does "
+            "not make two of them equal.",
+            "b": "Products of bfloat16 inputs are summed in float32 by the hardware. Rounding that sum to bfloat16 is what "
+            "makes 3.001 and 3.004 one number; asking for a float32 output costs next to nothing.",
+            "c": "By then the choice is made.",
         },
     ),
     Quiz(
         "02.q5",
         "b",
         {
-            "a": "The inputs of the product are activations, bfloat16 anyway. Their rounding moves logits a little; it does "
-            "not make two of them equal.",
-            "b": "Products of bfloat16 inputs are summed in float32 by the hardware. Rounding that sum to bfloat16 is what "
-            "makes 3.001 and 3.004 one number; asking for a float32 output costs next to nothing.",
-            "c": "By then the choice is made.",
+            "a": "The group scores are right: both groups that were kept are the best two.",
+            "b": "0 beats every negative key, so an expert of a forbidden group wins. Minus infinity loses to all.",
+            "c": "top_k did its work: 0 is the largest number it was given.",
         },
     ),
 )

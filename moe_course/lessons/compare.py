@@ -45,6 +45,14 @@ def _number(value) -> str:
     return f"{value:.2f}" if float(text) == round(value, 2) and abs(value) < 100 else text
 
 
+def rounded(value, digits: int = 2):
+    """An array as nested lists of short numbers, to print: 0.4, not 0.3999999761581421."""
+    array = np.asarray(value)
+    return (
+        np.round(array.astype(np.float64), digits) + 0.0 if array.dtype.kind not in "biu" else array
+    ).tolist()
+
+
 def items(value, count: int, *, case: str, names: str, why: str = "") -> Sequence:
     """The ``count`` results of a function that returns several (a tuple, list or named tuple)."""
     if isinstance(value, tuple | list) and len(value) == count:

@@ -6,6 +6,7 @@ the text.
 """
 
 import io
+import textwrap
 from collections.abc import Sequence
 
 import matplotlib
@@ -13,11 +14,12 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-# Paul Tol's "bright" and "muted" schemes, distinguishable with colour-blindness; then lighter repeats.
+# Paul Tol's "bright" scheme and a dark grey, told apart with any colour vision; then his "muted" one.
 _BASE = (
-    "#4477AA #EE6677 #228833 #CCBB44 #66CCEE #AA3377 #332288 #DDCC77 "
-    "#117733 #CC6677 #88CCEE #882255 #44AA99 #999933 #AA4499 #BBBBBB"
+    "#4477AA #EE6677 #228833 #CCBB44 #66CCEE #AA3377 #332288 #555555 "
+    "#44AA99 #CC6677 #117733 #DDCC77 #88CCEE #882255 #AA4499 #999933"
 ).split()
+_TONES = (0.0, 0.35, -0.35, 0.6)
 INK, PAPER, FAINT = "#222222", "#FCFCFA", "#E4E4DE"
 
 STYLE = {
@@ -37,9 +39,10 @@ STYLE = {
 
 
 def expert_color(expert: int) -> tuple[float, float, float]:
-    """The colour an expert keeps through the course; past 16 a lighter tone of the same cycle."""
-    tone = 0.35 * min(expert // len(_BASE), 2)
-    return tuple(c + (1 - c) * tone for c in to_rgb(_BASE[expert % len(_BASE)]))
+    """The colour an expert keeps through the course; past 16 a lighter, then a darker tone of the same cycle."""
+    tone = _TONES[expert // len(_BASE) % len(_TONES)]
+    towards = 1.0 if tone > 0 else 0.0
+    return tuple(c + (towards - c) * abs(tone) for c in to_rgb(_BASE[expert % len(_BASE)]))
 
 
 def figure(width: float = 7.0, height: float = 2.6, rows: int = 1, columns: int = 1):
@@ -67,7 +70,8 @@ def show(fig: Figure, caption: str) -> None:
 
 def bundle(fig: Figure, caption: str) -> dict:
     """The figure under its caption as MIME data."""
-    fig.suptitle(caption, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
+    title = textwrap.fill(caption, int(11.8 * fig.get_figwidth()))
+    fig.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     return {"image/png": png(fig), "text/plain": f"figure: {caption}"}
 
 
