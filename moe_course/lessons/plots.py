@@ -71,6 +71,7 @@ def show(fig: Figure, caption: str) -> None:
 def bundle(fig: Figure, caption: str) -> dict:
     """The figure under its caption as MIME data."""
     title = textwrap.fill(caption, int(11.8 * fig.get_figwidth()))
+    fig.set_figheight(fig.get_figheight() + 0.18 * title.count("\n"))
     fig.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     return {"image/png": png(fig), "text/plain": f"figure: {caption}"}
 
@@ -147,6 +148,6 @@ def group_bar(group_sizes, *, rows: int | None = None, align: int = 1):
 
 
 def _expert_axis(ax, num_experts: int) -> None:
-    ax.set_xlim(-0.5, num_experts - 0.5)
+    ax.set_xlim(-0.5, max(num_experts, 1) - 0.5)
     ax.set_xticks(range(0, num_experts, 1 if num_experts <= 32 else 8))
     ax.set_xlabel("expert")
