@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from moe_course.grouped_gemm import Backend, check_arguments, grouped_gemm, resolve_backend
 from moe_course.grouped_gemm.tiled import (
     dot,
+    dot_rows,
     fill_one_tile,
     for_each_expert,
     read_rows,
@@ -118,7 +119,7 @@ def _fused_backward(residuals, d_out):
             # Without the barrier XLA computes the activation again for each product that reads it.
             act, dh = lax.optimization_barrier((act, dh))
             d_rows = write_rows(d_rows, dot(dh, w_in, 1, 1), start, fresh)
-            return d_rows, d_in + dot(x, dh, 0, 0), d_down + dot(act, dy, 0, 0)
+            return d_rows, d_in + dot_rows(x, dh), d_down + dot_rows(act, dy)
 
         d_rows, d_gate_up, d_down = carry
         zeros = (zeros_like_varying(w.shape[1:], rows, jnp.float32) for w in (gate_up, down))

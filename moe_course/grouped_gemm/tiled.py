@@ -101,8 +101,8 @@ def _weight_gradients(rows: Array, d_out: Array, group_sizes: Array) -> Array:
     def expert(e, walk, d_kernels):
         def tile(total, start, size, fresh):
             # Both are masked: 0 * NaN is NaN.
-            return total + dot(
-                read_rows(rows, start, size, fresh), read_rows(d_out, start, size, fresh), 0, 0
+            return total + dot_rows(
+                read_rows(rows, start, size, fresh), read_rows(d_out, start, size, fresh)
             )
 
         total = walk(tile, zeros_like_varying(d_kernels.shape[1:], rows, jnp.float32))
@@ -171,6 +171,15 @@ def dot(lhs: Array, rhs: Array, lhs_axis: int, rhs_axis: int) -> Array:
     return lax.dot_general(
         lhs, rhs, (((lhs_axis,), (rhs_axis,)), ((), ())), preferred_element_type=jnp.float32
     )
+
+
+def dot_rows(lhs: Array, rhs: Array) -> Array:
+    """``lhs.T @ rhs``, contracted over rows: the shape of a weight gradient.
+
+    The barrier makes XLA transpose ``lhs`` in memory first. Its kernel for a contracted leading axis takes
+    1.3 to 2.6 times as long as the one for plain products, more than the transposition costs.
+    """
+    return dot(lax.optimization_barrier(lhs.T), rhs, 1, 0)
 
 
 def read_rows(x: Array, start: Array, size: int, fresh: Array | None = None) -> Array:

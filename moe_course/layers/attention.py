@@ -10,11 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from moe_course.layers.causal_attention import causal_attention
 from moe_course.layers.linear import Linear, RMSNorm
-
-MASKED = -1e30
-"""Score of a forbidden key. Finite, so that a row without any allowed key stays NaN-free."""
-
 
 def rope_angles(
     length: int, dim: int, theta: float
@@ -30,27 +27,6 @@ def rotate(x: Float[Array, "batch seq heads dim"], cos, sin) -> Float[Array, "ba
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[None, :, None, :], sin[None, :, None, :]
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
-
-
-def causal_attention(
-    query: Float[Array, "batch seq heads dim"],
-    key: Float[Array, "batch seq heads dim"],
-    value: Float[Array, "batch seq heads v_dim"],
-    segments: Int[Array, "batch seq"],
-    scale: float,
-) -> Float[Array, "batch seq heads v_dim"]:
-    """Softmax attention to earlier positions of the same segment (packed document).
-
-    Scores and softmax are float32; ``scale`` multiplies the scores.
-    """
-    seq = query.shape[1]
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * jnp.float32(
-        scale
-    )
-    allowed = jnp.tril(jnp.ones((seq, seq), bool))[None] & (segments[:, :, None] == segments[:, None, :])
-    scores = jnp.where(allowed[:, None], scores, jnp.float32(MASKED))
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", probabilities, value)
 
 
 class MLA(nnx.Module):

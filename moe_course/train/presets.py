@@ -46,26 +46,28 @@ TINY = TrainConfig(
 
 SMALL = TrainConfig(
     model=ModelConfig(
-        d_model=256,
-        num_layers=6,
+        d_model=192,
+        num_layers=4,
         num_dense_layers=1,
-        num_heads=8,
+        num_heads=6,
         q_lora_rank=96,
         kv_lora_rank=64,
         qk_nope_head_dim=32,
         qk_rope_head_dim=16,
         v_head_dim=32,
-        d_ff_dense=1024,
+        d_ff_dense=768,
         d_ff=128,
         num_experts=32,
         top_k=4,
-        init_std=0.06,
+        init_std=0.07,
     ),
-    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100, expert_bias_rate=0.01),
-    steps=3000,
-    batch_size=8,
+    optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=100, expert_bias_rate=0.01),
+    steps=2000,
+    batch_size=16,
     seq_len=256,
-    checkpoint_every=250,
+    capacity_factor=2.5,
+    eval_every=200,
+    checkpoint_every=200,
 )
 
 PRESETS = {

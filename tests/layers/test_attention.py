@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
-from moe_course.layers.attention import MLA, causal_attention
+from moe_course.layers.attention import MLA
+from moe_course.layers.causal_attention import causal_attention
 from tests.oracle import relative_error, softmax
 
 SIZES = {
