@@ -15,6 +15,7 @@ usage: moe-course COMMAND [options]
 
   train      train a model, or continue a run      moe-course train --preset tiny
   progress   exercises passed, yours or a room's   moe-course progress [--all DIR]
+  doctor     what is installed, what is missing    moe-course doctor [--gpu] [--json]
   bench      reproduce a measured claim            moe-course bench grouped-gemm --json
   notebooks  make the notebooks from solutions/    moe-course notebooks [02 ...] [--check]
 
@@ -27,7 +28,13 @@ INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Entry point. 0: done. 2: a setting or a run that cannot go on, explained in one line. 130: interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = {"train": _train, "progress": _progress, "bench": _bench, "notebooks": _notebooks}
+    commands = {
+        "train": _train,
+        "progress": _progress,
+        "doctor": _doctor,
+        "bench": _bench,
+        "notebooks": _notebooks,
+    }
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
@@ -105,6 +112,12 @@ def _progress(argv: list[str]) -> int:
     console = Console(highlight=False)
     progress.print_room(console, chosen.all) if chosen.all else progress.print_own(console)
     return 0
+
+
+def _doctor(argv: list[str]) -> int:
+    from moe_course.doctor import main as doctor
+
+    return doctor(argv)
 
 
 def _notebooks(argv: list[str]) -> int:
