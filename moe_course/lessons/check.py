@@ -82,7 +82,9 @@ def hint(id: str) -> None:
         return
     step = min(_hints_given.get(id, 0), len(STEPS) - 1)
     _hints_given[id] = step + 1
-    print(f"{id}  hint {step + 1} of {len(STEPS)}: {STEPS[step]}\n\n{exercise.hints[step].strip()}")
+    text = exercise.hints[step].strip()
+    text = "\n".join(textwrap.fill(line, 100) for line in text.splitlines()) if step < 2 else text
+    print(f"{id}  hint {step + 1} of {len(STEPS)}: {STEPS[step]}\n\n{text}")
 
 
 def yours(id: str, default: Callable) -> Callable:
@@ -106,7 +108,7 @@ def quiz(id: str, answer) -> Result:
         line = question.lines.get(question.right if right else key, question.otherwise)
     except (TypeError, ValueError):  # not a thing that can be compared or looked up
         right, line = False, question.otherwise
-    print(f"{id}   {'right' if right else 'not yet'}. {line}")
+    print(textwrap.fill(f"{id}   {'right' if right else 'not yet'}. {line}", 100, subsequent_indent="  "))
     progress.record(id, passed=right, held=int(right), properties=1)
     return Result(right, int(right), 1, 1)
 

@@ -101,13 +101,15 @@ def same(
     axes: Sequence[str] = (),
     why: str = "",
     suspects: Suspects | None = None,
+    experts=None,
     what="result",
 ):
-    """Equal element by element: ids, counts, masks. ``axes`` names the dimensions (``("token", "pick")``)."""
+    """Equal element by element: ids, counts, masks. ``axes`` names the dimensions (``("token", "pick")``);
+    ``experts``, of the same shape, says whose number each is."""
     expected = np.asarray(expected)
     kind = "b" if expected.dtype == bool else "i" if expected.dtype.kind in "iu" else "f"
     yours = array_of(value, case=case, shape=expected.shape, kind=kind, what=what)
-    _compare(yours, expected, yours != expected, case, axes, why, suspects, tolerance=0.0)
+    _compare(yours, expected, yours != expected, case, axes, why, suspects, experts, tolerance=0.0)
     return yours
 
 
@@ -122,6 +124,7 @@ def close(
     dtype=jnp.float32,
     terms: int = 1,
     exact_dtype: bool = True,
+    experts=None,
     what="result",
 ):
     """Equal up to rounding: ``expected`` in float64, the learner's in ``dtype`` after sums of ``terms`` terms.
@@ -133,7 +136,9 @@ def close(
         value, case=case, shape=expected.shape, kind="f", dtype=dtype if exact_dtype else None, what=what
     ).astype(np.float64)
     tolerance = 4.0 * float(jnp.finfo(dtype).eps) * math.sqrt(max(terms, 1))
-    _compare(yours, expected, differs(yours, expected, tolerance), case, axes, why, suspects, tolerance)
+    _compare(
+        yours, expected, differs(yours, expected, tolerance), case, axes, why, suspects, experts, tolerance
+    )
     return yours
 
 
@@ -149,11 +154,12 @@ def differs(yours: np.ndarray, expected: np.ndarray, tolerance: float) -> np.nda
     return wrong & ~matching
 
 
-def _compare(yours, expected, wrong, case, axes, why, suspects, tolerance) -> None:
+def _compare(yours, expected, wrong, case, axes, why, suspects, experts, tolerance) -> None:
     if not wrong.any():
         return
     index = tuple(int(i) for i in np.argwhere(wrong)[0])
     where = ", ".join(f"{name} {i}" for name, i in zip(axes, index, strict=False))
+    where += "" if experts is None else f", expert {int(np.asarray(experts)[index])}"
     row = index[:-1] if expected.ndim > 1 or expected.size <= 10 else index
     why = next((line for line, twin in (suspects or {}).items() if _fits(yours, twin, tolerance)), why)
     raise Broken(case, show(yours[row]), show(expected[row]), why, where)

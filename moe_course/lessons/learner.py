@@ -144,12 +144,12 @@ def _lines_of_broken(broken: Broken) -> list[str]:
 
 
 def _lines_of_crash(error: BaseException, fn) -> list[str]:
-    lines = [f"{type(error).__name__}: {_first_line(error)}"]
-    frame = _own_frame(error, fn)
-    if frame is not None:
-        place = "your cell" if "ipykernel" in frame.filename else os.path.basename(frame.filename)
-        lines.append(f"line {frame.lineno} of {place}: {frame.line or ''}".rstrip(": "))
-    return lines
+    return [f"{type(error).__name__}: {_first_line(error)}", *(_place(f) for f in _own_frames(error, fn))]
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    file = "your cell" if _is_cell(frame) else os.path.basename(frame.filename)
+    return f"line {frame.lineno} of {file}, in {frame.name}: {frame.line or ''}".rstrip(": ")
 
 
 def _first_line(error: BaseException) -> str:
@@ -157,15 +157,19 @@ def _first_line(error: BaseException) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _own_frame(error: BaseException, fn):
-    """The innermost line of the learner's file or cell, else of any code that is not a library's."""
+def _own_frames(error: BaseException, fn) -> list[traceback.FrameSummary]:
+    """Where it happened: the innermost line of the function's own cell or file, and of any other cell."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     code = getattr(inspect.unwrap(fn), "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if code is not None and f.filename == code.co_filename]
-    cells = [f for f in frames if "ipykernel" in f.filename and "site-packages" not in f.filename]
-    return next(reversed(own or cells), None)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    own = [f for f in frames if code is not None and f.filename == code.co_filename][-1:]
+    cells = [f for f in frames if _is_cell(f)][-1:]
+    return own + [f for f in cells if f not in own]
+
+
+def _is_cell(frame: traceback.FrameSummary) -> bool:
+    return "ipykernel" in frame.filename
 
 
 def _printed(learner: Learner, limit: int = 5) -> list[str]:

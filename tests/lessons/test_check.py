@@ -148,7 +148,8 @@ class Liar:
         (lambda x: [float(v) for v in 2 * x], "JAX array"),
         (lambda x: "2x", "JAX array"),
         (lambda: 0, "TypeError: <lambda>() takes 0 positional arguments"),
-        (crashes, "line "),
+        (crashes, "of test_check.py, in crashes: "),
+        (jnp.zeros, "properties hold"),
         (crashes, "wrong = x @ jnp.ones(99)"),
         (leaves, "SystemExit: 3"),
         (half_done, "NotImplementedError: sizes other than 4"),
@@ -318,6 +319,18 @@ def test_nan_must_meet_nan():
     compare.close(x.astype(np.float32), x, case="c")
     with pytest.raises(Broken):
         compare.close(np.array([1.0, 0.0], np.float32), x, case="c")
+
+
+def test_the_expert_is_named():
+    with pytest.raises(Broken) as caught:
+        compare.close(
+            np.array([[0.7, 0.3]], np.float32),
+            [[0.4, 0.6]],
+            case="c",
+            axes=("token", "pick"),
+            experts=[[3, 1]],
+        )
+    assert caught.value.where == "token 0, pick 0, expert 3"
 
 
 def test_same_is_exact_and_shows_the_row():

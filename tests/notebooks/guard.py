@@ -94,6 +94,11 @@ def validate(path: Path, seconds: float = NOTEBOOK_TIMEOUT, cell_seconds: float 
     return Verdict(len(cases), failed, first)
 
 
+def _in_words(case: ET.Element, fault: ET.Element) -> str:
+    said = re.sub(r"#x1B\[[\d;]*m", "", fault.text or fault.get("message") or "")
+    return f"{case.get('name')}: {said[:1500]}"
+
+
 # ---------------------------------------------------------------- the calls of a notebook
 
 

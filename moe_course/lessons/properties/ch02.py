@@ -184,7 +184,15 @@ def _picked(fn, scores, bias, k, scale, case, why="", suspects=None):
     same(ids, expected, case=case, axes=("token", "pick"), suspects=wrong_ids, what="ids")
     right = weigh(scores, expected, scale)
     close(
-        weights, right, case=case, axes=("token", "pick"), terms=k, why=why, suspects=suspects, what="weights"
+        weights,
+        right,
+        case=case,
+        axes=("token", "pick"),
+        experts=expected,
+        terms=k,
+        why=why,
+        suspects=suspects,
+        what="weights",
     )
 
 

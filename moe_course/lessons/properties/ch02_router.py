@@ -187,7 +187,7 @@ def _routes(fn, logits, bias, mask, k, groups, kept, case, why="") -> None:
     }
     axes = ("token", "pick")
     same(ids, right_ids, case=case, axes=axes, why=why, suspects=suspects, what="ids")
-    close(weights, right, case=case, axes=axes, why=why, terms=k, what="weights")
+    close(weights, right, case=case, axes=axes, experts=right_ids, why=why, terms=k, what="weights")
 
 
 def _router(experts, k, groups, kept) -> str:
