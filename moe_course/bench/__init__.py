@@ -8,11 +8,14 @@ import importlib
 import json
 import platform
 
+from moe_course.environment import setup
+
 BENCHES = {
     "grouped-gemm": "moe_course.bench.grouped_gemm",
     "kill-rate": "moe_course.bench.kill_rate",
     "moe-layer": "moe_course.bench.moe_layer",
     "notebooks": "moe_course.bench.notebooks",
+    "train-step": "moe_course.bench.train_step",
 }
 
 
@@ -49,6 +52,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("name", choices=sorted(BENCHES))
     parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
     known, flags = parser.parse_known_args(args)
+    setup(devices=1, quiet=True)
     figures = run(known.name, tyro.cli(load(known.name).Options, args=flags, prog=known.name))
     if known.json:
         print(json.dumps(figures))

@@ -5,13 +5,13 @@ token (all that inference would cache); position enters through a few extra quer
 the key's are shared by all heads.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moe_course.layers.causal_attention import causal_attention
 from moe_course.layers.linear import Linear, RMSNorm
+
 
 def rope_angles(
     length: int, dim: int, theta: float

@@ -81,7 +81,9 @@ def _backward(scale, residuals, d_out):
     d_query = []
     for (first, end), p in zip(_blocks(query.shape[2]), kept, strict=True):
         d_p = _product(d_out[:, :, first:end], value[:, :, :end], 3, 3)
-        d_scores = (p.astype(jnp.float32) * (d_p - inner[:, :, first:end]) * jnp.float32(scale)).astype(query.dtype)
+        d_scores = (p.astype(jnp.float32) * (d_p - inner[:, :, first:end]) * jnp.float32(scale)).astype(
+            query.dtype
+        )
         # Three products read it; without the barrier XLA computes it in each of them.
         d_scores = lax.optimization_barrier(d_scores)
         d_query.append(_product(d_scores, key[:, :, :end], 3, 2))
