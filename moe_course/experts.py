@@ -15,15 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from moe_course.grouped_gemm import Backend, check_arguments, grouped_gemm, resolve_backend
 from moe_course.grouped_gemm.tiled import (
-    dot,
-    dot_rows,
     fill_one_tile,
     for_each_expert,
     read_rows,
     write_rows,
     zeros_like_varying,
 )
-from moe_course.grouped_gemm.varying import vary_alike
+from moe_course.products import dot, dot_rows
+from moe_course.varying import vary_alike
 
 EXPERT_ROWS = "moe_expert_rows"
 """Checkpoint name of the experts' input [rows, d_model]."""

@@ -22,7 +22,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from moe_course.errors import SettingError
-from moe_course.grouped_gemm.varying import vary_alike
+from moe_course.varying import vary_alike
 
 _MAX_ROWS = np.iinfo(np.int32).max
 _BLOCK = 32

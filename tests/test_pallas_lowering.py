@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from moe_course.grouped_gemm import pallas
-from moe_course.grouped_gemm.varying import vary_alike
+from moe_course.varying import vary_alike
 
 TRITON = "__gpu$xla.gpu.triton"
 # JAX 0.12 announces the end of Pallas on Triton; moe_course.grouped_gemm.pallas says what that means.

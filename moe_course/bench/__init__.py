@@ -6,9 +6,9 @@ whose fields are the command line's flags, and ``run(options) -> dict``, what ``
 
 import importlib
 import json
-import platform
+import sys
 
-from moe_course.environment import setup
+from moe_course.environment import setup, versions
 
 BENCHES = {
     "grouped-gemm": "moe_course.bench.grouped_gemm",
@@ -30,18 +30,6 @@ def load(name: str):
     return importlib.import_module(BENCHES[name])
 
 
-def versions() -> dict[str, str]:
-    """What a figure depends on and must carry: JAX, Python, platform, devices."""
-    import jax
-
-    return {
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "device": jax.devices()[0].device_kind,
-        "devices": str(jax.device_count()),
-    }
-
-
 def main(args: list[str] | None = None) -> None:
     """``NAME [--json] [flags of the bench]``."""
     import argparse
@@ -54,10 +42,12 @@ def main(args: list[str] | None = None) -> None:
     known, flags = parser.parse_known_args(args)
     setup(devices=1, quiet=True)
     figures = run(known.name, tyro.cli(load(known.name).Options, args=flags, prog=known.name))
+    # Beside the figures, not among them: what reads the JSON finds cases only.
+    measured_on = ", ".join(f"{key} {value}" for key, value in versions().items())
+    print(measured_on, file=sys.stderr if known.json else sys.stdout)
     if known.json:
         print(json.dumps(figures))
         return
-    print(", ".join(f"{key} {value}" for key, value in versions().items()))
     for case, values in figures.items():
         shown = values.items() if isinstance(values, dict) else [("", values)]
         print(

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_course.errors import SettingError
 from moe_course.grouped_gemm import pallas, ragged_dot, reference, tiled, tokamax
-from moe_course.grouped_gemm.varying import vary_alike
+from moe_course.varying import vary_alike
 
 Backend = Literal["auto", "reference", "tiled", "ragged_dot", "pallas", "pallas_interpret", "tokamax", "te"]
 BACKENDS: dict[str, Callable] = {

@@ -33,7 +33,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
 from moe_course.grouped_gemm.bounds import group_bounds
-from moe_course.grouped_gemm.varying import vary_over, varying_axes
+from moe_course.varying import vary_over, varying_axes
 
 
 @dataclass(frozen=True)

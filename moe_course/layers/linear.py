@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from moe_course.grouped_gemm.tiled import dot_rows
 from moe_course.parallel import gather_weight
+from moe_course.products import dot_rows
 
 
 class Linear(nnx.Module):
