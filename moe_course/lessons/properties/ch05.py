@@ -104,24 +104,22 @@ def each_its_own(fn) -> int:
 
 @holds("every pattern of empty groups, sizes on the device")
 def empty_groups(fn) -> int:
-    run = jax.jit(lambda *args: fn(*args))
     rng = np.random.default_rng(1)
     patterns = [tuple(rng.integers(1, 7, E) * np.array([p >> e & 1 for e in range(E)])) for p in range(2**E)]
     for sizes in (*SIZES, *patterns):
         args = operands(sizes, seed=1, tail=0.0)
-        _product(on_device(run, *args, case=case_of(sizes)), *args[:2], sizes, case_of(sizes))
+        _product(on_device(fn, *args, case=case_of(sizes)), *args[:2], sizes, case_of(sizes))
     return len(SIZES) + len(patterns)
 
 
 @holds("rows past the last group give 0, whatever they hold")
 def tail_is_zero(fn) -> int:
-    run = jax.jit(lambda *args: fn(*args))
     for tail in (np.nan, np.inf, 3.0):
         for sizes in SIZES[:7]:
             args = operands(sizes, seed=2, tail=tail)
             case = case_of(sizes, extra=f", the others {tail:g}")
             why = "0 * NaN is NaN: select with jnp.where, do not multiply by a mask."
-            _product(on_device(run, *args, case=case), *args[:2], sizes, case, why)
+            _product(on_device(fn, *args, case=case), *args[:2], sizes, case, why)
     return 21
 
 
@@ -153,7 +151,7 @@ def other_shapes(fn) -> int:
     for sizes, shape in cases:
         args = operands(sizes, seed=5, shape=shape)
         case = case_of(sizes, shape[0])
-        _product(on_device(lambda *a: fn(*a), *args, case=case), *args[:2], sizes, case)
+        _product(on_device(fn, *args, case=case), *args[:2], sizes, case)
     return len(cases)
 
 
@@ -287,30 +285,27 @@ def both_gradients(fn) -> int:
 
 @holds("square kernels: nothing is transposed by mistake")
 def square_gradients(fn) -> int:
-    run = jax.jit(lambda *a: fn(*a))
     for sizes in SIZES[:3]:
         args = with_gradient(sizes, 13, shape=(M, 6, 6), tail=0.0)
         case = case_of(sizes, extra=", D = F = 6")
-        _gradients(on_device(run, *args, case=case), *args[:2], sizes, args[3], case)
+        _gradients(on_device(fn, *args, case=case), *args[:2], sizes, args[3], case)
     return 3
 
 
 @holds("every pattern of empty groups: their gradient is exactly 0")
 def empty_gradients(fn) -> int:
-    run = jax.jit(lambda *a: fn(*a))
     rng = np.random.default_rng(14)
     patterns = [tuple(rng.integers(1, 7, E) * np.array([p >> e & 1 for e in range(E)])) for p in range(2**E)]
     why = "No row, no gradient: an empty group's weight gradient is 0, not what the buffer held."
     for sizes in (*SIZES, *patterns):
         args = with_gradient(sizes, 15, tail=0.0)
-        result = on_device(run, *args, case=case_of(sizes))
+        result = on_device(fn, *args, case=case_of(sizes))
         _gradients(result, *args[:2], sizes, args[3], case_of(sizes), why)
     return len(SIZES) + len(patterns)
 
 
 @holds("the tail reaches nothing, NaN or not, and its own gradient is 0")
 def tail_gradients(fn) -> int:
-    run = jax.jit(lambda *a: fn(*a))
     why = "Both operands of wgrad are masked: a NaN in either meets every number of the sum over rows."
     for sizes in SIZES[:7]:
         for where in ("both", "rows", "d_out"):
@@ -318,7 +313,7 @@ def tail_gradients(fn) -> int:
             rows = np.nan_to_num(rows, nan=2.0) if where == "d_out" else rows
             d_out = np.nan_to_num(d_out, nan=2.0) if where == "rows" else d_out
             case = case_of(sizes, extra=f", past them NaN in {where}")
-            result = on_device(run, rows, kernels, group_sizes, d_out, case=case)
+            result = on_device(fn, rows, kernels, group_sizes, d_out, case=case)
             _gradients(result, rows, kernels, sizes, d_out, case, why)
     return 21
 
@@ -329,6 +324,6 @@ def gradient_shapes(fn) -> int:
     for sizes, shape in cases:
         args = with_gradient(sizes, 17, shape=shape)
         case = case_of(sizes, shape[0])
-        result = on_device(lambda *a: fn(*a), *args, case=case)
+        result = on_device(fn, *args, case=case)
         _gradients(result, *args[:2], sizes, args[3], case)
     return len(cases)
