@@ -47,7 +47,7 @@ from moe_course.routing import RouterConfig, route
 # ## The columns
 #
 # Two hundred tokens, eight experts, two picks. Some experts are more attractive than others, as they are in every
-# router that nobody looks after. If the experts live on eight devices, seven wait for the one that holds expert 5.
+# router that nobody looks after. If the experts live on eight devices, seven wait for the one that holds expert 1.
 
 # %%
 rng = np.random.default_rng(31)
@@ -179,13 +179,14 @@ check("03.2", balance_loss)  # stuck? hint("03.2")
 push = -jax.grad(lambda scores: load_balancing_loss(scores, load, config))(routing.scores)
 fig, ax = plots.figure()
 for e in range(8):
-    ax.scatter(int(load[e]), 1e3 * float(push[:, e].mean()), color=plots.expert_color(e), s=60, zorder=2)
-    ax.annotate(f"  {e}", (int(load[e]), 1e3 * float(push[:, e].mean())), va="center")
+    point = int(load[e]), 1e3 * float(push[:, e].mean())
+    ax.scatter(*point, color=plots.expert_color(e), s=60, zorder=2)
+    ax.annotate(str(e), point, xytext=(0, 7), textcoords="offset points", ha="center")
 ax.axhline(0, color=plots.INK, lw=0.8)
 ax.axvline(float(load.mean()), color=plots.INK, lw=0.8, ls="--")
 ax.annotate(" fair share", (float(load.mean()), ax.get_ylim()[1]), va="top")
-ax.set(xlabel="copies the expert got", ylabel="push on its scores (x 1000)")
-plots.show(fig, "The loss pushes the scores of busy experts down and those of idle ones up (number: expert)")
+ax.set(xlabel="copies the expert got", ylabel="push on its scores (x 1000)", ylim=(-9, 11))
+plots.show(fig, "The busier an expert, the harder the loss pushes its scores down (number: expert)")
 
 # %% [markdown]
 # ## Scope: balanced over what?
@@ -383,10 +384,9 @@ for rate, ink in zip(
     rates, (plots.expert_color(0), plots.expert_color(2), plots.expert_color(1)), strict=True
 ):
     ax.plot(cv[rate], color=ink, lw=1.3, label=f"rate {rate:g}")
-ax.axhline(floor, color=plots.INK, lw=0.9, ls="--")
-ax.annotate("chance alone", (598, floor), xytext=(0, -4), textcoords="offset points", ha="right", va="top")
+ax.axhline(floor, color=plots.INK, lw=1.2, ls="--", label="chance alone")
 ax.set(xlabel="step", ylabel="cv of the load", xlim=(0, 600), ylim=(0, 1.5))
-ax.legend(frameon=False, ncols=3, loc="upper right")
+ax.legend(frameon=False, ncols=4, loc="upper right")
 plots.show(fig, "A small rate is slow and then quiet; a large one is quick and never settles")
 
 # %% [markdown]
@@ -489,7 +489,7 @@ def buffers(skew, factor, picks):
         range(16), wanted - held, bottom=held, color=plots.PAPER, edgecolor=plots.INK, hatch="////", lw=0.6
     )
     ax.axhline(room, color=plots.INK, lw=1.0, ls="--")
-    ax.annotate(f"capacity {room}", (15.5, room), va="bottom", ha="right")
+    ax.annotate(f"capacity {room}", (-0.5, room), va="bottom")
     ax.set(xlabel="expert", ylabel="token copies", xticks=range(16), xlim=(-0.6, 15.6))
     lost = 100 * (1 - held.sum() / wanted.sum())
     idle = 100 * (1 - held.sum() / (16 * room))
@@ -595,11 +595,11 @@ print("the bias rule drops fewer copies at either factor:", bool((dropped[1, :2]
 print("dropless drops nothing:", bool((dropped[:, 2] == 0).all()))
 
 # %% [markdown]
-# Read it with care. Three seeds of a model that trains for seconds show a direction, not a law. Without balancing the
-# cost is large beside the spread of the seeds. With the bias rule most of what is dropped is dropped in the first steps,
-# before the biases have moved, and at factor 1.25 the seeds no longer agree on much. That is the honest case for
-# dropping: balance well, add a margin, and little is lost. The honest case against it: you pay for the margin in every
-# buffer, you learn what was lost only by counting, and the copies that go are the latest, not the least important.
+# Read it with care. Three seeds of a model that trains for seconds show a direction, not a law. Without balancing a quarter
+# and more of the copies are dropped and every seed pays for it. With the bias rule most of what is dropped is dropped in
+# the first steps, before the biases have moved, and the seeds differ by as much as the two factors do. That is the honest
+# case for dropping: balance well, add a margin, and little is lost. The honest case against it: you pay for the margin in
+# every buffer, you learn what was lost only by counting, and the copies that go are the latest, not the least important.
 #
 # The rest of the course takes the other road, ragged groups of whatever size the router asks for. **Dropless** is then a
 # claim, and from chapter 04 on a ledger proves it at every step.
