@@ -97,26 +97,26 @@ check("00.1", shares)
 # One MoE layer, in the order in which a token meets its parts. The numbers are the chapters that build them.
 
 # %%
-fig, ax = plots.figure(8.6, 2.9)
+fig, ax = plots.figure(8.6, 1.9)
 stages = (
     ("router\n02", 0), ("balance\n03", 5), ("group\n04", 2), ("dispatch\n07", 1),
-    ("grouped GEMM\n05, 08", 2), ("experts\n06", 2), ("combine\n07", 1),
+    ("GEMM\n05, 08", 2), ("experts\n06", 2), ("combine\n07", 1),
 )  # fmt: skip
 for i, (name, color) in enumerate(stages):
     box = {"boxstyle": "round,pad=0.5", "fc": plots.PAPER, "ec": plots.expert_color(color), "lw": 1.8}
-    ax.text(i, 1.2, name, ha="center", va="center", fontsize=9, bbox=box)
+    ax.text(i, 1.2, name, ha="center", va="center", fontsize=10, bbox=box)
     if i:
         ax.annotate("", (i - 0.42, 1.2), (i - 0.58, 1.2), arrowprops={"arrowstyle": "->", "color": plots.INK})
 around = (
     "01 why · 03 collapse · 09 memory and compilation · 10 scaling\n"
     "11 DeepSeek-V3 · 12 the training run · 13 proteins and DNA · 14 graphs"
 )
-ax.text(3, 0.25, around, ha="center", va="center", fontsize=9)
-ax.set(xlim=(-0.6, 6.6), ylim=(0, 1.9))
+ax.text(3, 0.3, around, ha="center", va="center", fontsize=9)
+ax.set(xlim=(-0.6, 6.6), ylim=(0, 1.7))
 ax.axis("off")
 plots.show(
     fig,
-    "A token's way through the layer: every box is a chapter, and a file of the package with the same name",
+    "A token's way through the layer: every box is a chapter, and a part of the package",
 )
 
 # %% [markdown]
@@ -178,10 +178,10 @@ quiz(
 #
 # A byte-level language model with DeepSeek-V3's parts and none of its size: one layer of latent attention, then 8
 # experts of which a token uses 2 besides a shared one. The experts live on four ranks, two on each; the batch is cut over
-# all eight devices. It reads this course's own source code. Three predictions first.
+# all eight devices. It reads this course's own source code. Two predictions first.
 #
-# An untrained model has no opinion, so its loss is that of guessing among its 264 symbols, log₂ 264 bits per byte. Each
-# step has 16 windows of 64 tokens. Put your numbers in; the cell after next measures.
+# An untrained model has hardly an opinion, so its loss is nearly that of guessing among its 264 symbols: log₂ 264 bits
+# per byte. Each step has 16 windows of 64 tokens. Put your numbers in; the cell after next measures.
 
 # %%
 before_training = (
@@ -210,9 +210,10 @@ config = TrainConfig(
         num_experts=8,
         num_shared_experts=1,
         top_k=2,
+        init_std=0.05,
     ),
     mesh=MeshConfig(data=1, fsdp=2, expert=4),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=10, expert_bias_rate=0.02),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=10, expert_bias_rate=0.01),
     steps=80,
     batch_size=16,
     seq_len=64,
