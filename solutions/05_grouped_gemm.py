@@ -290,7 +290,8 @@ check("05.3", tile_map)  # stuck? hint("05.3")
 # %% [markdown]
 # ## Playground
 #
-# The map of 61 rows over five experts in a buffer of 64, from your function if it passed. Each outlined box is a tile, its hatched part
+# The map of 61 rows over five experts in a buffer of 64, from your function if it passed. Each outlined box is a tile,
+# its hatched part
 # is computed and thrown away. Move the block and the share of expert 0. Ask the picture: which block wastes nothing?
 # When does a larger block waste less? How many programs find nothing to do?
 
