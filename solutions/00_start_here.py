@@ -259,7 +259,7 @@ for step in range(config.steps):
             picture.update(drawn, raw=True)
 
 # %%
-predict("bits per byte before training", before_training, round(bits[0], 1), within=0.03)
+predict("bits per byte before training, rounded", before_training, round(bits[0]), within=0.03)
 predict("token copies made in 80 steps", copies_made, int(np.sum(ledger, axis=0)[0]), unit="copies")
 
 # %%

@@ -178,12 +178,11 @@ models = {
 }
 fig, ax = plots.figure(height=2.4)
 for row, (total, active) in enumerate(models.values()):
-    ax.barh(row, total / 1e9, color=plots.FAINT, edgecolor=plots.INK, lw=0.6)
-    ax.barh(row, active / 1e9, color=plots.expert_color(0))
-    label = f" {active / 1e9:.3g} of {total / 1e9:.3g} billion: {100 * active / total:.0f} %"
-    ax.annotate(label, (total / 1e9, row), va="center")
-ax.set(yticks=range(3), yticklabels=list(models), xscale="log", xlim=(1, 2e4), ylim=(2.6, -0.6))
-ax.set_xlabel("parameters, billion (blue: used by one token; log scale)")
+    ax.barh(row, 100, color=plots.FAINT)
+    ax.barh(row, 100 * active / total, color=plots.expert_color(0))
+    ax.annotate(f"{active / 1e9:.3g} of {total / 1e9:.3g} billion", (99, row), va="center", ha="right")
+ax.set(yticks=range(3), yticklabels=list(models), xlim=(0, 100), ylim=(2.6, -0.6))
+ax.set_xlabel("share of the parameters that one token uses, %")
 plots.show(fig, "The newer the model, the smaller the share of it that a token uses")
 
 # %% [markdown]
