@@ -88,7 +88,9 @@ def routing_map(
         np.full(ids.shape, 1.0 / max(ids.shape[-1], 1)) if weights is None else np.asarray(weights, float)
     )
     count = len(ids)
-    fig, ax = figure(min(9.0, 2.2 + 0.42 * num_experts), 1.4 + 0.3 * max(count, 1))
+    cell = min(0.42, 7.0 / num_experts, 8.0 / max(count, 1))  # inches
+    fig, ax = figure(max(3.5, 1.6 + cell * num_experts), 1.1 + cell * max(count, 1))
+    ax.set_aspect("equal")
     _expert_axis(ax, num_experts)
     largest = np.nanmax(weights, initial=0.0)
     for t, k in np.argwhere((ids >= 0) & (ids < num_experts)):
@@ -98,7 +100,7 @@ def routing_map(
     for g in range(1, num_groups):
         ax.axvline(g * num_experts / num_groups - 0.5, color=INK, lw=0.8)
     ax.set_ylim(max(count, 1) - 0.5, -0.5)
-    ax.set_yticks(range(count) if count <= 32 else range(0, count, 8))
+    ax.set_yticks(range(count) if count <= 16 else range(0, count, 8))
     if len(tokens) == count and count:
         ax.set_yticks(range(count), tokens)
     ax.grid(axis="both", color=FAINT, lw=0.6)
