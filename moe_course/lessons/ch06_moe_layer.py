@@ -2,6 +2,8 @@
 
 from moe_course.lessons.exercise import Exercise, Quiz
 from moe_course.lessons.properties import ch06 as p
+from moe_course.lessons.properties import ch06_backward as b
+from moe_course.lessons.properties import ch06_checkpoint as c
 
 EXERCISES = (
     Exercise(
@@ -97,7 +99,7 @@ def tile_backward(x, hidden, gate_up, down, d_y):
     return d_hidden @ gate_up.T, x.T @ d_hidden, act.T @ d_y
 """,
         ),
-        properties=(p.tile_gradients, p.tile_large, p.tile_empty, p.four_products),
+        properties=(b.tile_gradients, b.tile_large, b.tile_empty, b.four_products),
     ),
     Exercise(
         id="06.5",
@@ -120,7 +122,7 @@ def stack_experts(state, num_experts):
     return jnp.concatenate([bank("gate"), bank("up")], axis=-1), bank("down")
 """,
         ),
-        properties=(p.stacked, p.stacked_square, p.many_experts),
+        properties=(c.stacked, c.stacked_square, c.many_experts),
     ),
 )
 
