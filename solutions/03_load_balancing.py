@@ -53,7 +53,7 @@ from moe_course.routing import RouterConfig, route
 rng = np.random.default_rng(31)
 logits = jnp.asarray(rng.normal(size=(200, 8)) + 0.8 * rng.normal(size=8), jnp.float32)
 config = RouterConfig(num_experts=8, top_k=2)
-routing = route(logits, config)
+routing = jax.jit(lambda z: route(z, config))(logits)
 load = expert_load(routing.expert_ids, 8)
 plots.show(
     plots.load_bars(load),
@@ -176,7 +176,7 @@ check("03.2", balance_loss)  # stuck? hint("03.2")
 
 
 # %%
-push = -jax.grad(lambda scores: load_balancing_loss(scores, load, config))(routing.scores)
+push = -jax.jit(jax.grad(lambda scores: load_balancing_loss(scores, load, config)))(routing.scores)
 fig, ax = plots.figure()
 for e in range(8):
     point = int(load[e]), 1e3 * float(push[:, e].mean())
@@ -216,21 +216,16 @@ quiz(
 # Accumulate gradients over four micro-batches and *add* their losses: the balance term is four times too strong
 # (Automodel #3359, trl #6083). *Average* them: nearly right, but f P is a product of two means, so the answer depends on
 # the cut. One way is exact. The counts have no gradient, so they may be summed over all parts beforehand; then each part
-# gives its share, and the sum is the loss of the whole. By hand, from the package: 200 tokens, cut three ways.
+# gives its share, and the sum is the loss of the whole. By hand, from the package: 200 tokens, cut two ways.
 
 # %%
-for cut in ([100], [50, 100, 150], [3]):
-    pieces = jnp.split(routing.scores, cut)
-    shares = [load_balancing_loss(piece, load, config, scope="global") for piece in pieces]
+loss_over = jax.jit(lambda scores, load: load_balancing_loss(scores, load, config, scope="global"))
+for cut in ([100], [50, 100, 150]):
+    shares = [loss_over(part, load) for part in jnp.split(routing.scores, cut)]
     print(f"cut at {cut}: sum of the parts {rounded(sum(shares), 4)}")
-    if cut == [100]:
-        own = [
-            load_balancing_loss(s, expert_load(i, 8), config)
-            for s, i in zip(pieces, jnp.split(routing.expert_ids, cut), strict=True)
-        ]
-        print(
-            f"   sum with each part's own counts {rounded(sum(own), 4)}, their mean {rounded(sum(own) / 2, 4)}"
-        )
+halves = zip(jnp.split(routing.scores, 2), jnp.split(routing.expert_ids, 2), strict=True)
+own = [loss_over(scores, expert_load(ids, 8)) for scores, ids in halves]
+print(f"halves, each with its own counts: sum {rounded(sum(own), 4)}, mean {rounded(sum(own) / 2, 4)}")
 
 
 # %%

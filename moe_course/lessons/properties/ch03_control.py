@@ -23,8 +23,8 @@ def z_and_gradient(logits, mask):
 
 def _z(fn, logits, mask, case, why="") -> None:
     value = z_and_gradient(logits, mask)[0]
-    lse = jax.nn.logsumexp(jnp.where(mask[:, None], logits.astype(np.float32), 0.0), -1)
-    lse = np.asarray(lse, np.float64)[mask]
+    real = np.asarray(logits, np.float64)[mask]
+    lse = np.logaddexp.reduce(real, axis=-1)
     count = max(len(lse), 1)
     suspects = {
         "The square is missing.": lse.sum() / count,
@@ -43,25 +43,26 @@ def _masked(tokens, experts, seed, scale=2.0):
 
 @holds("all logits 0: (ln E) squared, whatever the number of tokens")
 def flat_logits(fn) -> int:
-    for tokens, experts in ((1, 4), (9, 4), (5, 8)):
+    for tokens, experts in ((33, 4), (17, 8)):
         case = f"{tokens} tokens, {experts} logits of 0"
         _z(fn, np.zeros((tokens, experts), np.float32), np.ones(tokens, bool), case)
-    return 3
+    return 2
 
 
 @holds("random logits and masks")
 def random_z(fn) -> int:
-    for tokens, experts in ((17, 8), (33, 4), (1, 32)):
+    for tokens, experts in ((17, 8), (33, 4)):
         logits, mask = _masked(tokens, experts, 50)
-        mask[0] = True
         _z(fn, logits, mask, f"{describe('logits', logits)}, {int(mask.sum())} real tokens")
+    mask = np.arange(17) == 5
+    _z(fn, logits_of(17, 8, seed=55), mask, "one real token of 17")
     return 3
 
 
 @holds("large logits do not overflow, whichever sign they have")
 def large_z(fn) -> int:
     for shift in (200.0, -200.0):
-        logits, mask = _masked(12, 8, 51)
+        logits, mask = _masked(17, 8, 51)
         why = "exp(200) is infinite in float32 and exp(-200) is 0. jax.nn.logsumexp takes the largest logit out."
         _z(fn, logits + np.float32(shift), mask, f"logits near {shift:g}", why)
     return 2
@@ -79,9 +80,9 @@ def masked_z(fn) -> int:
 
 @holds("computed in float32")
 def half_z(fn) -> int:
-    logits, mask = _masked(64, 8, 53)
+    logits, mask = _masked(17, 8, 53)
     why = "Cast to float32 before the logsumexp."
-    _z(fn, logits.astype(jnp.bfloat16), mask, "bfloat16 logits [64, 8]", why)
+    _z(fn, logits.astype(jnp.bfloat16), mask, "bfloat16 logits [17, 8]", why)
     return 1
 
 
@@ -229,10 +230,10 @@ def first_come(fn) -> int:
 
 @holds("one expert wanted by all")
 def one_takes_all(fn) -> int:
-    ids = np.stack([np.full(20, 2), np.arange(20) % 2], 1).astype(np.int32)
-    _kept(fn, ids, 4, 6, "20 tokens pick expert 2 first, capacity 6")
+    ids = np.stack([np.full(24, 2), np.arange(24) % 2], 1).astype(np.int32)
+    _kept(fn, ids, 4, 6, "24 tokens pick expert 2 first, capacity 6")
     swapped = ids[:, ::-1].copy()
-    _kept(fn, swapped, 4, 6, "20 tokens pick expert 2 second, capacity 6")
+    _kept(fn, swapped, 4, 6, "24 tokens pick expert 2 second, capacity 6")
     return 2
 
 
@@ -256,12 +257,12 @@ def padded_capacity(fn) -> int:
 
 @holds("dropped is what exceeds the capacity, expert by expert")
 def the_ledger(fn) -> int:
-    ids = _ids(60, 6, 2, 74)
-    mask = np.asarray(fn(ids, 6, np.int32(15)))
-    case = "ids [60, 2], 6 experts, capacity 15: copies kept for each expert"
-    held = np.array([(mask & (ids == e)).sum() for e in range(6)])
-    wanted = np.bincount(ids.ravel(), minlength=6)
-    same(held.astype(np.int32), np.minimum(wanted, 15), case=case, axes=("expert",))
+    ids = _ids(40, 8, 2, 74)
+    mask = np.asarray(fn(ids, 8, np.int32(9)))
+    case = "ids [40, 2], 8 experts, capacity 9: copies kept for each expert"
+    held = np.array([(mask & (ids == e)).sum() for e in range(8)])
+    wanted = np.bincount(ids.ravel(), minlength=8)
+    same(held.astype(np.int32), np.minimum(wanted, 9), case=case, axes=("expert",))
     return 1
 
 
