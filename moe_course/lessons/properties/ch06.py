@@ -30,6 +30,15 @@ def expert(x, gate_up, down) -> np.ndarray:
     return swiglu(np.asarray(x, np.float64) @ gate_up) @ down
 
 
+def mlp_gradients(x, gate_up, down, d_y):
+    """(d_x, d_gate_up, d_down) of ``swiglu(x @ gate_up) @ down`` in float64."""
+    x, gate_up, down, d_y = (np.asarray(a, np.float64) for a in (x, gate_up, down, d_y))
+    gate, up = np.split(x @ gate_up, 2, axis=-1)
+    d_act = d_y @ down.T
+    d_hidden = np.concatenate([d_act * up * d_silu(gate), d_act * silu(gate)], axis=-1)
+    return d_hidden @ gate_up.T, x.T @ d_hidden, (silu(gate) * up).T @ d_y
+
+
 def weights_of(seed, experts=E, d_model=D, d_ff=F):
     rng = np.random.default_rng([60, seed])
     gate_up = rng.normal(size=(experts, d_model, 2 * d_ff)).astype(np.float32)

@@ -6,16 +6,7 @@ import numpy as np
 
 from moe_course.lessons.compare import close, items
 from moe_course.lessons.exercise import Broken, holds
-from moe_course.lessons.properties.ch06 import D, F, d_silu, normal, silu, weights_of
-
-
-def mlp_gradients(x, gate_up, down, d_y):
-    """(d_x, d_gate_up, d_down) of ``swiglu(x @ gate_up) @ down`` in float64."""
-    x, gate_up, down, d_y = (np.asarray(a, np.float64) for a in (x, gate_up, down, d_y))
-    gate, up = np.split(x @ gate_up, 2, axis=-1)
-    d_act = d_y @ down.T
-    d_hidden = np.concatenate([d_act * up * d_silu(gate), d_act * silu(gate)], axis=-1)
-    return d_hidden @ gate_up.T, x.T @ d_hidden, (silu(gate) * up).T @ d_y
+from moe_course.lessons.properties.ch06 import D, F, d_silu, mlp_gradients, normal, silu, weights_of
 
 
 def _tile(fn, rows, d_model, d_ff, seed, case, scale=1.0) -> None:
