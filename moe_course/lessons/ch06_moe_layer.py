@@ -1,4 +1,4 @@
-"""Chapter 06, the MoE layer: the text of its exercises and questions. What they check: ``properties/ch06.py``."""
+"""Chapter 06, the MoE layer: the text of its exercises and questions. What they check: ``properties/ch06*.py``."""
 
 from moe_course.lessons.exercise import Exercise, Quiz
 from moe_course.lessons.properties import ch06 as p
