@@ -77,6 +77,20 @@ class Learner:
         return 1
 
 
+def compiled(program: Callable, *args, case: str, why: str):
+    """``program(*args)``, a jitted function, with NumPy arguments as data on the device.
+
+    Where it does not compile the property is broken; ``why`` says what a program may not do with such data.
+    """
+    try:
+        return program(*(jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args))
+    except (NotAttempted, Broken):
+        raise
+    except Exception as error:
+        name = type(error.__cause__ or error).__name__
+        raise Broken(case, name, "a program that compiles", why) from error
+
+
 SAME_AGAIN = Property("the same input gives the same answer", lambda fn: fn.same_again())
 """Checked for every exercise, after its own properties."""
 

@@ -4,11 +4,11 @@ import itertools
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from moe_course.lessons.compare import same
 from moe_course.lessons.exercise import Broken, holds
+from moe_course.lessons.learner import compiled
 
 SHAPES = ((6, 2, 4), (33, 3, 8), (0, 2, 4), (5, 1, 8), (4, 4, 4))
 """(tokens, picks, experts) of the random cases."""
@@ -113,15 +113,7 @@ def _under_jit(fn, args, static, expected, case, axes) -> None:
     why = (
         "Under jit the ids are not known when the program is built: no NumPy, no shapes that depend on them."
     )
-    try:
-        result = jax.jit(fn, static_argnums=static)(
-            *(jnp.asarray(a) if i not in static else a for i, a in enumerate(args))
-        )
-    except Broken:
-        raise
-    except Exception as error:
-        name = type(error.__cause__ or error).__name__
-        raise Broken(case, name, "a program that compiles", why) from error
+    result = compiled(jax.jit(fn, static_argnums=static), *args, case=case, why=why)
     same(result, expected, case=case, axes=axes)
 
 

@@ -7,6 +7,7 @@ from jax.experimental import pallas as pl
 
 from moe_course.lessons.compare import array_of, close, items, same
 from moe_course.lessons.exercise import Broken, holds
+from moe_course.lessons.learner import compiled
 from moe_course.lessons.properties.ch05 import SIZES, M, case_of, operands, product
 
 
@@ -72,14 +73,10 @@ def covers(fn) -> int:
 
 def _maps(fn, cases, block, num_tiles) -> None:
     run = jax.jit(lambda s: fn(s, block, num_tiles))
+    why = "Under jit the sizes are data: the map has num_tiles entries whatever they are."
     for sizes in cases:
         case = case_of(sizes, sum(sizes), f", block {block}, {num_tiles} tiles")
-        try:
-            result = run(jnp.asarray(sizes, jnp.int32))
-        except Exception as error:
-            name = type(error.__cause__ or error).__name__
-            why = "Under jit the sizes are data: the map has num_tiles entries whatever they are."
-            raise Broken(case + ", under jit", name, "a program that compiles", why) from error
+        result = compiled(run, np.array(sizes, np.int32), case=case + ", under jit", why=why)
         _map(result, sizes, block, num_tiles, case)
 
 
@@ -114,15 +111,11 @@ def _walk(result, rows, kernels, sizes, case, why="") -> None:
 
 def _walks(fn, block, all_sizes, seed, why="", shape=(M, 5, 7)) -> None:
     run = jax.jit(lambda *a: fn(*a, block))
+    data = "Under jit the tiles are data: slice with lax.dynamic_slice_in_dim, whose length is the block."
     for sizes in all_sizes:
         args = _walk_args(sizes, block, seed, shape)
         case = case_of(sizes, shape[0], f", the others NaN, block {block}")
-        try:
-            result = run(*(jnp.asarray(a) for a in args))
-        except Exception as error:
-            name = type(error.__cause__ or error).__name__
-            why = "Under jit the tiles are data: slice with lax.dynamic_slice_in_dim, whose length is the block."
-            raise Broken(case + ", under jit", name, "a program that compiles", why) from error
+        result = compiled(run, *args, case=case + ", under jit", why=data)
         _walk(result, args[0], args[1], sizes, case, why)
 
 
