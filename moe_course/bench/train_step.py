@@ -105,18 +105,16 @@ def random_batch(options: Options) -> dict:
 
 def fastest_huggingface_step(options: Options) -> tuple[str, Callable]:
     """(implementation of the experts, one step of transformers' model), the fastest of two rounds."""
-    steps = {name: huggingface_step(options, name) for name in HF_EXPERTS}
+    steps = {name: huggingface_step(options, huggingface_model(options, name)) for name in HF_EXPERTS}
     seconds = interleaved(steps, 2)
     best = min(steps, key=lambda name: min(seconds[name]))
     return best, steps[best]
 
 
-def huggingface_step(options: Options, experts: str) -> Callable:
-    """A call takes one AdamW step of ``DeepseekV3ForCausalLM`` and returns nothing."""
-    import torch
+def huggingface_model(options: Options, experts: str):
+    """``DeepseekV3ForCausalLM`` of the sizes of :data:`MODEL`."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    torch.set_num_threads(cpu_cores())
     m = MODEL
     config = DeepseekV3Config(
         vocab_size=m.vocab_size,
@@ -141,7 +139,14 @@ def huggingface_step(options: Options, experts: str) -> Callable:
         experts_implementation=experts,
         attn_implementation="sdpa",
     )
-    model = DeepseekV3ForCausalLM(config).train()
+    return DeepseekV3ForCausalLM(config).train()
+
+
+def huggingface_step(options: Options, model) -> Callable:
+    """A call takes one AdamW step of ``model`` and returns nothing."""
+    import torch
+
+    torch.set_num_threads(cpu_cores())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
     tokens = torch.from_numpy(np.asarray(random_batch(options)["tokens"], np.int64))
 

@@ -12,23 +12,16 @@ import pytest
 
 from moe_course.routing import RouterConfig, route
 from tests import oracle
+from tests.parity.peers import MARKS, torch, transformers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     from transformers.models.deepseek_v2 import modeling_deepseek_v2
     from transformers.models.deepseek_v3 import modeling_deepseek_v3
     from transformers.models.mixtral import modeling_mixtral
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-pytestmark = [
-    pytest.mark.parity,
-    # Theirs, not ours: deprecations inside torch and transformers.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = MARKS
 TOKENS = 512
 routed = jax.jit(route, static_argnums=1)
 
