@@ -40,8 +40,9 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("name", choices=sorted(BENCHES))
     parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
     known, flags = parser.parse_known_args(args)
+    options = tyro.cli(load(known.name).Options, args=flags, prog=known.name)
     setup(devices=1, quiet=True)
-    figures = run(known.name, tyro.cli(load(known.name).Options, args=flags, prog=known.name))
+    figures = run(known.name, options)
     # Beside the figures, not among them: what reads the JSON finds cases only.
     measured_on = ", ".join(f"{key} {value}" for key, value in versions().items())
     print(measured_on, file=sys.stderr if known.json else sys.stdout)

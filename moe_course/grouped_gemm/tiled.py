@@ -18,10 +18,11 @@ What worked on XLA:CPU (JAX 0.10.2 and 0.12.0, two cores, 32 experts, D = 512, F
   faster. A small last size pays in small groups: at 64 rows per expert on average, 32 instead of 64 computes
   1.24 instead of 1.48 times the rows, for 3 to 8 % less time.
 - Masks fused into the slices (wgrad) and the write (forward): too cheap to see.
+- Transposing wgrad's operand in memory first (``products.dot_rows``): 0.68 to 0.79 of the time.
 
 What did not: ``lax.switch`` over tile sizes (copies the output in JAX 0.10), gathered weights with a batched
 dot, padding to a capacity, summing wgrad in place in the [E, D, F] result instead of in a [D, F] tile (a tie,
-and wrong in bfloat16), one walk for dgrad and wgrad together (a tie), transposing wgrad's operand first.
+and wrong in bfloat16), one walk for dgrad and wgrad together (a tie).
 """
 
 from collections.abc import Callable

@@ -84,7 +84,7 @@ def _backward(scale, residuals, d_out):
         d_scores = (p.astype(jnp.float32) * (d_p - inner[:, :, first:end]) * jnp.float32(scale)).astype(
             query.dtype
         )
-        # Three products read it; without the barrier XLA computes it in each of them.
+        # Two products read it; without the barrier XLA computes it in each of them.
         d_scores = lax.optimization_barrier(d_scores)
         d_query.append(_product(d_scores, key[:, :, :end], 3, 2))
         d_key_t = d_key_t.at[..., :end].add(_product(query_t[..., first:end], d_scores, 3, 2))
