@@ -594,7 +594,8 @@ quiz(
 #
 # - `swiglu_experts` is 05.4's walk with 06.4 as its derivative: four products for each tile, sums in float32, and the
 #   hidden rows saved under a name, so that chapter 09 can decide to compute them again.
-# - The layer weighs rows before the combine, `weigh_rows`: on many devices the answers travel once, weighed.
+# - The combine weights go into the experts and multiply the activation: on many devices the answers travel weighed,
+#   and the weights' gradient needs no saved answer.
 # - Dispatch and combine stand where permute and unpermute stood: chapter 07's, one interface for one device or many.
 # - The layer returns its statistics, load and balance losses, as outputs. A side effect would count twice where a layer
 #   is computed again.

@@ -210,19 +210,23 @@ def grouped_gemm_vjp(rows, kernels, group_sizes, dout):
     return drows, dkernels
 
 
-def swiglu_experts(rows, gate_up, down, group_sizes) -> np.ndarray:
-    """SwiGLU over grouped rows. Rows past the last group are 0 here."""
+def swiglu_experts(rows, gate_up, down, group_sizes, row_weights=None) -> np.ndarray:
+    """SwiGLU over grouped rows, times each row's weight. Rows past the last group are 0 here."""
     rows, gate_up, down = (np.asarray(a, np.float64) for a in (rows, gate_up, down))
+    weights = np.ones(len(rows)) if row_weights is None else np.asarray(row_weights, np.float64)
     out = np.zeros((len(rows), down.shape[-1]))
     for e, group in enumerate(group_slices(group_sizes)):
-        out[group] = swiglu(rows[group], gate_up[e], down[e])
+        out[group] = weights[group, None] * swiglu(rows[group], gate_up[e], down[e])
     return out
 
 
-def swiglu_experts_vjp(rows, gate_up, down, group_sizes, dout):
-    """(drows, dgate_up, ddown) of :func:`swiglu_experts`."""
+def swiglu_experts_vjp(rows, gate_up, down, group_sizes, dout, row_weights=None):
+    """(drows, dgate_up, ddown[, drow_weights]) of :func:`swiglu_experts`."""
     rows, gate_up, down, dout = (np.asarray(a, np.float64) for a in (rows, gate_up, down, dout))
-    drows, dgate_up, ddown = (np.zeros_like(a) for a in (rows, gate_up, down))
+    weights = np.ones(len(rows)) if row_weights is None else np.asarray(row_weights, np.float64)
+    drows, dgate_up, ddown, dweights = (np.zeros_like(a) for a in (rows, gate_up, down, weights))
     for e, group in enumerate(group_slices(group_sizes)):
-        drows[group], dgate_up[e], ddown[e] = swiglu_vjp(rows[group], gate_up[e], down[e], dout[group])
-    return drows, dgate_up, ddown
+        expert = rows[group], gate_up[e], down[e]
+        drows[group], dgate_up[e], ddown[e] = swiglu_vjp(*expert, weights[group, None] * dout[group])
+        dweights[group] = (dout[group] * swiglu(*expert)).sum(-1)
+    return (drows, dgate_up, ddown) if row_weights is None else (drows, dgate_up, ddown, dweights)

@@ -27,8 +27,8 @@ def use(backend):
 
 
 @partial(jax.jit, static_argnums=0)
-def result_and_gradients(f, rows, gate_up, down, sizes, d_out):
-    out, pull_back = jax.vjp(lambda *args: f(*args, sizes), rows, gate_up, down)
+def result_and_gradients(f, rows, gate_up, down, sizes, d_out, *row_weights):
+    out, pull_back = jax.vjp(lambda r, g, d, *w: f(r, g, d, sizes, *w), rows, gate_up, down, *row_weights)
     return out, *pull_back(d_out)
 
 
@@ -40,23 +40,30 @@ def problem(num_rows, d_model, d_ff, num_experts, seed=0, dtype=np.float32):
     return [(rng.standard_normal(s, np.float32) * np.float32(k)).astype(dtype) for s, k in pairs]
 
 
-def check(f, rows, gate_up, down, sizes, poison=np.nan):
-    """Against the loop: result and three gradients, with the tail of rows and cotangents poisoned."""
+def check(f, rows, gate_up, down, sizes, poison=np.nan, weighted=False):
+    """Against the loop: result and gradients, with the tail of rows, weights and cotangents poisoned."""
     total, dtype = int(sizes.sum()), rows.dtype
-    d_out = np.random.default_rng(5).standard_normal(rows.shape).astype(dtype)
-    real = (np.arange(len(rows)) < total)[:, None]
-    clean_rows, clean_d_out = (np.where(real, a, np.zeros_like(a)) for a in (rows, d_out))
-    rows, d_out = (np.where(real, a, np.full_like(a, poison)) for a in (rows, d_out))
-    out, *gradients = result_and_gradients(f, rows, gate_up, down, jnp.asarray(sizes), d_out)
-    want = oracle.swiglu_experts(clean_rows, gate_up, down, sizes)
-    wants = oracle.swiglu_experts_vjp(clean_rows, gate_up, down, sizes, clean_d_out)
+    rng = np.random.default_rng(5)
+    d_out = rng.standard_normal(rows.shape).astype(dtype)
+    weights = [rng.standard_normal(len(rows), np.float32)] if weighted else []
+
+    def tail(a, value):
+        return np.concatenate([a[:total], np.full_like(a[total:], value)])
+
+    clean_rows, clean_d_out, *clean_weights = (tail(a, 0) for a in (rows, d_out, *weights))
+    rows, d_out, *weights = (tail(a, poison) for a in (rows, d_out, *weights))
+    out, *gradients = result_and_gradients(f, rows, gate_up, down, jnp.asarray(sizes), d_out, *weights)
+    want = oracle.swiglu_experts(clean_rows, gate_up, down, sizes, *clean_weights)
+    wants = oracle.swiglu_experts_vjp(clean_rows, gate_up, down, sizes, clean_d_out, *clean_weights)
     depth = max(gate_up.shape[2], len(rows))
     oracle.assert_close(out[:total], want[:total], dtype, depth, "result")
-    for gradient, reference, name in zip(gradients, wants, ("rows", "gate_up", "down"), strict=True):
-        assert gradient.dtype == dtype
+    names = ("rows", "gate_up", "down", "row_weights")[: len(wants)]
+    for gradient, reference, name in zip(gradients, wants, names, strict=True):
+        assert gradient.dtype == (np.float32 if name == "row_weights" else dtype)
         oracle.assert_close(gradient, reference, dtype, depth, f"gradient of {name}")
-    assert not np.any(np.asarray(gradients[0][total:]))
-    assert not any(np.any(np.asarray(g)[sizes == 0]) for g in gradients[1:])
+    d_rows, d_gate_up, d_down, *d_weights = map(np.asarray, gradients)
+    assert not any(np.any(d[total:]) for d in (d_rows, *d_weights))
+    assert not any(np.any(d[sizes == 0]) for d in (d_gate_up, d_down))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,16 +72,24 @@ def test_equals_the_loop(backend, kind):
     check(use(backend), *problem(90, 12, 20, 5), make_group_sizes(kind, 83, 5))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16(backend):
-    check(use(backend), *problem(90, 12, 20, 5, dtype=jnp.bfloat16), make_group_sizes("zipf", 83, 5))
+def test_bfloat16(backend, weighted):
+    arguments = *problem(90, 12, 20, 5, dtype=jnp.bfloat16), make_group_sizes("zipf", 83, 5)
+    check(use(backend), *arguments, weighted=weighted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_combine_weights(backend, poison):
+    check(use(backend), *problem(90, 12, 20, 5), make_group_sizes("empties", 83, 5), poison, weighted=True)
 
 
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from([0, 1, 31, 33, 63, 64, 65, 127, 129, 400, 1100]), min_size=4, max_size=4))
 def test_fused_walk_on_and_off_every_tile(sizes):
     sizes = np.diff(np.minimum(np.cumsum([0, *sizes]), 1500)).astype(np.int32)
-    check(use("tiled"), *problem(1500, 6, 8, 4), sizes)
+    check(use("tiled"), *problem(1500, 6, 8, 4), sizes, weighted=True)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 5])
@@ -158,8 +173,10 @@ def test_buffer_length_changes_no_bit():
     results = []
     for tail in (0, 1, 37, 4096):
         longer = np.concatenate([rows, np.full((tail, 8), np.nan, np.float32)])
-        out, d_rows, *d_weights = result_and_gradients(use("tiled"), longer, gate_up, down, sizes, longer)
-        results.append([np.asarray(a) for a in (out[:130], d_rows[:130], *d_weights)])
+        arguments = longer, gate_up, down, sizes, longer, longer[:, 0]
+        out, d_rows, d_gate_up, d_down, d_weights = result_and_gradients(use("tiled"), *arguments)
+        per_row = (a[:130] for a in (out, d_rows, d_weights))
+        results.append([np.asarray(a) for a in (*per_row, d_gate_up, d_down)])
     for result in results[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(results[0], result, strict=True))
 
@@ -215,15 +232,20 @@ def test_bad_arguments():
         swiglu_experts(rows, gate_up, down.astype(jnp.bfloat16), sizes)
     with pytest.raises(TypeError, match="integers"):
         swiglu_experts(rows, gate_up, down, jnp.array([3.0, 3.0]))
+    with pytest.raises(ValueError, match=r"row_weights must be \[rows\]"):
+        swiglu_experts(rows, gate_up, down, sizes, jnp.ones(5))
 
 
 MUTANTS = {
-    "up before gate": lambda r, g, d, s: swiglu_experts(r, jnp.roll(g, g.shape[2] // 2, axis=2), d, s),
-    "weights of the next expert": lambda r, g, d, s: swiglu_experts(r, g, jnp.roll(d, 1, axis=0), s),
-    "no gradient for down": lambda r, g, d, s: swiglu_experts(r, g, jax.lax.stop_gradient(d), s),
-    "no gradient for gate_up": lambda r, g, d, s: swiglu_experts(r, jax.lax.stop_gradient(g), d, s),
-    "hidden of rounded rows": lambda r, g, d, s: swiglu_experts(
-        r.astype(jnp.bfloat16).astype(jnp.float32), g, d, s
+    "up before gate": lambda r, g, d, *a: swiglu_experts(r, jnp.roll(g, g.shape[2] // 2, axis=2), d, *a),
+    "kernels of the next expert": lambda r, g, d, *a: swiglu_experts(r, g, jnp.roll(d, 1, axis=0), *a),
+    "no gradient for down": lambda r, g, d, *a: swiglu_experts(r, g, jax.lax.stop_gradient(d), *a),
+    "no gradient for gate_up": lambda r, g, d, *a: swiglu_experts(r, jax.lax.stop_gradient(g), d, *a),
+    "no gradient for weights": lambda r, g, d, s, w: swiglu_experts(r, g, d, s, jax.lax.stop_gradient(w)),
+    "weights before the experts": lambda r, g, d, s, w: swiglu_experts(r * w[:, None], g, d, s),
+    "weights of the next row": lambda r, g, d, s, w: swiglu_experts(r, g, d, s, jnp.roll(w, 1)),
+    "hidden of rounded rows": lambda r, g, d, *a: swiglu_experts(
+        r.astype(jnp.bfloat16).astype(jnp.float32), g, d, *a
     ),
 }
 
@@ -232,7 +254,7 @@ MUTANTS = {
 def test_b88_broken_twins_fail(mutant):
     arguments = *problem(40, 8, 4, 4), np.array([9, 0, 17, 11], np.int32)
     with pytest.raises(AssertionError):
-        check(MUTANTS[mutant], *arguments)
+        check(MUTANTS[mutant], *arguments, weighted=True)
 
 
 def test_b88_a_backward_pass_that_forgets_the_mask_fails(monkeypatch):

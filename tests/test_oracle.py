@@ -32,6 +32,12 @@ def test_gradients_are_the_derivatives():
             oracle.swiglu_experts_vjp,
             (sizes,),
         ),
+        (
+            lambda r, g, d, w: oracle.swiglu_experts(r, g, d, sizes, w),
+            (rows, gate_up, down, rng.normal(size=4)),
+            lambda r, g, d, w, dout: oracle.swiglu_experts_vjp(r, g, d, sizes, dout, w),
+            (),
+        ),
     ]
     for fn, args, vjp, extra in cases:
         for i, grad in enumerate(vjp(*args, *extra, dout)):

@@ -47,7 +47,7 @@ class Options:
 
     batch: int = 8
     seq: int = 256
-    rounds: int = 9
+    rounds: int = 25
     huggingface: bool = True
     """Compare with transformers where torch and transformers are installed."""
 

@@ -33,7 +33,7 @@ class Dispatched:
     rows: Float[Array, "N_C d_model"]
     """Copies in expert order on each device; rows past the device's groups are zero."""
     row_weights: Float[Array, "N_C"]
-    """Combine weight of each row, zero past the groups. Multiply expert outputs by it before ``combine``."""
+    """Combine weight of each row, zero past the groups. ``swiglu_experts`` applies it; ``combine`` does not."""
     group_sizes: Int[Array, "N experts_per_rank"]
     demand: Int[Array, "N"]
     """Rows of buffer this device was asked for, counted before any limit: demand <= capacity proves that
@@ -64,7 +64,10 @@ def dispatch(x: Float[Array, "tokens d_model"], routing: Routing, *, plan: Dispa
 
 
 def combine(rows: Float[Array, "N_C d_model"], dispatched: Dispatched) -> Float[Array, "tokens d_model"]:
-    """Bring expert outputs back to their tokens and add the K copies, in float32. Unweighted."""
+    """Bring expert outputs back to their tokens and add the K copies, in float32. Unweighted.
+
+    Rows past the groups are read by nothing, whatever they hold.
+    """
     fn = partial(_dispatcher(dispatched.plan).combine_rank, plan=dispatched.plan)
     if ambient_mesh() is None:
         return fn(rows, dispatched.handle)

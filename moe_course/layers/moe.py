@@ -106,43 +106,7 @@ def _expert_rows(rows, group_sizes, row_weights, gate_up, down, *, specs, backen
     gate_up, down = gate_up.astype(dtype), down.astype(dtype)
     if specs is not None:
         gate_up, down = _gather_fsdp(gate_up, specs[0]), _gather_fsdp(down, specs[1])
-    out = swiglu_experts(rows.astype(dtype), gate_up, down, group_sizes[0], backend=backend)
-    # Rows past the groups are unspecified: select, because NaN times zero is NaN.
-    used = jnp.arange(rows.shape[0]) < group_sizes[0].sum()
-    return weigh_rows(jnp.where(used[:, None], out.astype(jnp.float32), 0.0), row_weights).astype(dtype)
-
-
-@jax.custom_vjp
-def weigh_rows(
-    rows: Float[Array, "rows d_model"], weights: Float[Array, "rows"]
-) -> Float[Array, "rows d_model"]:
-    """``rows * weights``, whose gradients have the same bits in a buffer of any length.
-
-    The trainer runs a step again in a larger receive buffer and promises the same bits.
-    """
-    return rows * weights[:, None]
-
-
-def _weigh_rows_fwd(rows, weights):
-    return weigh_rows(rows, weights), (rows, weights)
-
-
-def _weigh_rows_bwd(residuals, grad):
-    rows, weights = residuals
-    return grad * weights[:, None], _sum_in_fixed_order(rows * grad)
-
-
-def _sum_in_fixed_order(x: Float[Array, "rows width"]) -> Float[Array, "rows"]:
-    """Row sums by adding halves. XLA's own order depends on how many rows there are (seen on CPU)."""
-    width = 1 << (x.shape[1] - 1).bit_length()
-    x = jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
-    while x.shape[1] > 1:
-        half = x.shape[1] // 2
-        x = x[:, :half] + x[:, half:]
-    return x[:, 0]
-
-
-weigh_rows.defvjp(_weigh_rows_fwd, _weigh_rows_bwd)
+    return swiglu_experts(rows.astype(dtype), gate_up, down, group_sizes[0], row_weights, backend=backend)
 
 
 def _gather_fsdp(weight, spec):
