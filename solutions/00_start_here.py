@@ -178,7 +178,7 @@ quiz(
 #
 # A byte-level language model with DeepSeek-V3's parts and none of its size: one layer of latent attention, then 8
 # experts of which a token uses 2 besides a shared one. The experts live on four ranks, two on each; the batch is cut over
-# all eight devices. It reads this course's own source code. Two predictions first.
+# all eight devices. It reads the source code of optax, the optimizer library. Two predictions first.
 #
 # An untrained model has hardly an opinion, so its loss is nearly that of guessing among its 264 symbols: log₂ 264 bits
 # per byte. Each step has 16 windows of 64 tokens. Put your numbers in; the cell after next measures.

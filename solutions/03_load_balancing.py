@@ -499,9 +499,9 @@ explore(buffers, skew=(0.0, 2.0, 0.5), factor=(0.5, 4.0, 1.25), picks=(1, 4, 2))
 # %% [markdown]
 # ## All of it, live
 #
-# The model below reads six bytes of this course's source code and predicts the seventh. Between them sits one MoE
-# layer, eight experts and two picks, with your functions in it if they passed. (For clarity it computes all experts for
-# all tokens and multiplies by a table of weights that is zero where a token does not go, or was dropped. Chapter 04
+# The model below reads six bytes of optax's source code and predicts the seventh. Between them sits one MoE layer,
+# eight experts and two picks, with your functions in it if they passed. (For clarity it computes all experts for all
+# tokens and multiplies by a table of weights that is zero where a token does not go, or was dropped. Chapter 04
 # starts to do better.)
 
 

@@ -1,7 +1,7 @@
 """Chapter 03: a language model small enough to train a dozen times in a cell.
 
 It reads six bytes and predicts the seventh; between them is one MoE layer, which the notebook brings. The text
-is the course's own source code, there wherever the course is.
+is the source code of optax, the optimizer library: installed with the course, and pinned.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import moe_course
+import optax
 
 EXPERTS, TOP_K, TOKENS = 8, 2, 256
 """Experts, picks per token, tokens per step."""
@@ -34,8 +33,9 @@ class Runs:
 
 
 def text() -> np.ndarray:
-    """The source code of the package as bytes below 128."""
-    files = sorted(Path(moe_course.__file__).parent.rglob("*.py"))
+    """The source code of optax, without its tests, as bytes below 128."""
+    folder = Path(optax.__file__).parent
+    files = sorted(f for f in folder.rglob("*.py") if not f.name.endswith("_test.py"))
     return np.minimum(np.frombuffer(b"\n".join(f.read_bytes() for f in files), np.uint8), 127)
 
 
