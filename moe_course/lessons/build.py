@@ -70,9 +70,8 @@ def build(options: Options) -> int:
             continue
         made = make(source)
         written = [write(path, text) for path, text in zip((solution, chapter), made, strict=True)]
-        print(
-            f"{source.stem}   {time.perf_counter() - started:.0f} s, {'written' if any(written) else 'unchanged'}"
-        )
+        verdict = "written" if any(written) else "unchanged"
+        print(f"{source.stem}   {time.perf_counter() - started:.0f} s, {verdict}", flush=True)
     if stale:
         print("Run: make notebooks")
     return 1 if stale else 0

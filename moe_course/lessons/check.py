@@ -1,7 +1,10 @@
 """What notebooks call: ``check``, ``hint``, ``yours``, ``quiz``, ``predict``. All print; none raises."""
 
+import os
 import textwrap
 from collections.abc import Callable
+
+from IPython import get_ipython
 
 from moe_course.lessons import progress
 from moe_course.lessons.compare import show
@@ -54,16 +57,24 @@ def report(exercise: Exercise, outcome: Outcome) -> str:
         return f"{name}   not attempted"
     if outcome.passed:
         again = f"   used again in {', '.join(exercise.used_again)}" if exercise.used_again else ""
-        return f"{name}   {outcome.held} of {outcome.properties} properties, {outcome.cases} cases{again}"
+        held = tinted(f"{outcome.held} of {outcome.properties} properties", good=True)
+        return f"{name}   {held}, {outcome.cases} cases{again}"
     lines = [f"{name:<42}  {outcome.held} of {outcome.properties} properties hold"]
     for i, failure in enumerate(outcome.failures):
-        lines.append(f"  x {failure.name}")
+        lines.append(tinted(f"  x {failure.name}", good=False))
         if i == 0:
             lines += [part for line in failure.lines for part in _wrapped(line)]
     given = _hints_given.get(exercise.id, 0)
     if given < len(STEPS):
         lines.append(f'  Stuck? hint("{exercise.id}") gives {"a" if given == 0 else "the next"} hint.')
     return "\n".join(lines)
+
+
+def tinted(text: str, *, good: bool) -> str:
+    """``text`` in green or red where a person runs a notebook; plain in built notebooks and elsewhere."""
+    if get_ipython() is None or os.environ.get("MOE_COURSE_STATIC"):
+        return text
+    return f"\x1b[{32 if good else 31}m{text}\x1b[0m"
 
 
 def _wrapped(line: str) -> list[str]:
@@ -108,7 +119,9 @@ def quiz(id: str, answer) -> Result:
         line = question.lines.get(question.right if right else key, question.otherwise)
     except (TypeError, ValueError):  # not a thing that can be compared or looked up
         right, line = False, question.otherwise
-    print(textwrap.fill(f"{id}   {'right' if right else 'not yet'}. {line}", 100, subsequent_indent="  "))
+    verdict = "right" if right else "not yet"
+    text = textwrap.fill(f"{id}   {verdict}. {line}", 100, subsequent_indent="  ")
+    print(text.replace(verdict, tinted(verdict, good=right), 1))
     progress.record(id, passed=right, held=int(right), properties=1)
     return Result(right, int(right), 1, 1)
 

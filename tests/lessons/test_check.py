@@ -1,6 +1,7 @@
 """check(), hint(), yours(), quiz(), predict(): what they print for every kind of function, right and wrong."""
 
 import functools
+import importlib
 import itertools
 
 import jax
@@ -346,3 +347,15 @@ def test_same_is_exact_and_shows_the_row():
 )
 def test_numbers_have_four_digits(value, text):
     assert compare.show(value) == text
+
+
+def test_colours_are_for_people(monkeypatch):
+    """Green and red in a live notebook; plain where outputs are compared, and where there is no notebook."""
+    module = importlib.import_module("moe_course.lessons.check")  # the package gives the function that name
+    assert module.tinted("3 of 3", good=True) == "3 of 3"
+    monkeypatch.setattr(module, "get_ipython", object)
+    monkeypatch.delenv("MOE_COURSE_STATIC", raising=False)
+    assert module.tinted("3 of 3", good=True) == "\x1b[32m3 of 3\x1b[0m"
+    assert module.tinted("x order", good=False) == "\x1b[31mx order\x1b[0m"
+    monkeypatch.setenv("MOE_COURSE_STATIC", "1")
+    assert module.tinted("3 of 3", good=True) == "3 of 3"
