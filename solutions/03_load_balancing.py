@@ -591,7 +591,7 @@ print("dropless drops nothing:", bool((dropped[:, 2] == 0).all()))
 
 # %% [markdown]
 # Read it with care. Three seeds of a model that trains for seconds show a direction, not a law. Without balancing a quarter
-# and more of the copies are dropped, and it shows in the loss. With the bias rule most of what is dropped is dropped in
+# to a half of the copies are dropped, and it shows in the loss. With the bias rule most of what is dropped is dropped in
 # the first steps, before the biases have moved, and the seeds differ by as much as the two factors do. That is the honest
 # case for dropping: balance well, add a margin, and little is lost. The honest case against it: you pay for the margin in
 # every buffer, you learn what was lost only by counting, and the copies that go are the latest, not the least important.
