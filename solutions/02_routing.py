@@ -271,18 +271,25 @@ quiz(
 # %% [markdown]
 # ## Playground
 #
-# Four tokens, eight experts in groups. Move the number of picks, the bias of expert 3 and the limit on groups. Ask the
-# picture: at which bias does expert 3 enter? Does any other square change size when only the bias moves and the picks
-# stay? What does the limit do to a token whose two best experts live in different groups?
+# Four tokens, eight experts in groups. Draw other logits, raise token 0's logit for expert 3, move the number of picks,
+# the bias of expert 3 and the limit on groups. Ask the picture: at which bias does expert 3 enter? What does its logit
+# change that its bias does not? Does any other square change size when only the bias moves and the picks stay? What does
+# the limit do to a token whose two best experts live in different groups?
+
 
 # %%
-stage = jnp.asarray(np.random.default_rng(30).normal(size=(4, 8)), jnp.float32)
+def random_logits(draw):
+    return jnp.asarray(np.random.default_rng(30 + draw).normal(size=(4, 8)), jnp.float32)
 
 
-def playground(picks, bias_of_3, groups):
+stage = random_logits(0)
+
+
+def playground(logits, raise_logit, picks, bias_of_3, groups):
     kept = {"any group": 1, "best 2 of 4 groups": 4, "best 1 of 2 groups": 2}[groups]
     config = RouterConfig(8, picks, "sigmoid", num_groups=kept, top_groups=max(1, kept // 2))
-    drawn = route(stage, config, bias=jnp.zeros(8).at[3].set(bias_of_3))
+    raised = random_logits(logits).at[0, 3].add(raise_logit)
+    drawn = route(raised, config, bias=jnp.zeros(8).at[3].set(bias_of_3))
     fig = plots.routing_map(drawn.expert_ids, drawn.weights, num_experts=8, num_groups=config.num_groups)
     chosen_3 = int((drawn.expert_ids == 3).any(-1).sum())
     return fig, f"{picks} picks, bias {bias_of_3:g}, {groups}: expert 3 gets {chosen_3} of 4 tokens"
@@ -290,6 +297,8 @@ def playground(picks, bias_of_3, groups):
 
 explore(
     playground,
+    logits=(0, 9, 0),
+    raise_logit=(-3.0, 3.0, 0.0),
     picks=(1, 4, 2),
     bias_of_3=(-1.0, 1.0, 0.0),
     groups=["any group", "best 2 of 4 groups", "best 1 of 2 groups"],
