@@ -10,7 +10,7 @@ The combine weight of a row multiplies its activation, not its output: the down 
 is the same, and the weight's gradient is a sum over d_ff that needs no saved output. Megatron Core does so too.
 
 The cost does not follow the active parameters alone: at the same FLOPs, forward and backward, a layer with 128
-experts of 64 rows takes 3.0 to 3.2 times the time of one with 8 experts of 1,024 (``bench moe-layer``). Each expert
+experts of 64 rows takes 2.9 to 3.3 times the time of one with 8 experts of 1,024 (``bench moe-layer``). Each expert
 costs a copy of its weights and a pass over their gradients, and XLA's products are slower on 64 rows: one padded
 batched product for all experts takes 2.7 (JAX 0.10.2) and 1.1 to 1.6 (0.12.0) times as long for 128 x 64 rows as
 for 8 x 1,024, before any gather, and does E times a capacity of work however the rows are spread. Adding weight
