@@ -93,8 +93,10 @@ def store(codes: UInt8[Array, "..."], fmt: FormatName, axis: int) -> Array:
 
 def pack(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
     """Two 4-bit codes in a byte, the even element in the low half; an odd length is filled up with 0."""
+    axis = axis % codes.ndim
     codes = pad_to_blocks(codes, block_along(codes.ndim, axis, 2))
-    even, odd = (jax.lax.slice_in_dim(codes, i, None, 2, axis) for i in (0, 1))
+    pairs = codes.reshape(*codes.shape[:axis], codes.shape[axis] // 2, 2, *codes.shape[axis + 1 :])
+    even, odd = (jax.lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return even | odd << 4
 
 
