@@ -53,6 +53,8 @@ def align_groups(
 
 def take_rows(x: Float[Array, "rows d"], source: Int[Array, "aligned"]) -> Float[Array, "aligned d"]:
     """Rows of ``x`` in aligned order, zeros where there is none."""
+    if not x.shape[0]:
+        return jnp.zeros((source.shape[0], x.shape[1]), x.dtype)
     return x.at[source].get(mode="fill", fill_value=0)
 
 

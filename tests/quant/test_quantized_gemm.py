@@ -328,7 +328,9 @@ def test_b87_the_recipe_reaches_both_gemms(recipe):
     assert counts[None] == {"fprop": 0, "dgrad": 0, "wgrad": 0}
     high = experts_and_gradients(None, rows, gate_up, down, weights, d_out)
     low = experts_and_gradients(recipe, rows, gate_up, down, weights, d_out, KEY)
-    bound = {"BF16": 0.01, "FP8CurrentScaling": 0.1, "MXFP8": 0.06, "NVFP4": 0.3}[recipe.name]
+    # A product of operands of relative error e has sqrt(2) e; a gradient passes four products in a row.
+    noise = {"BF16": 2**-9, "FP8CurrentScaling": 0.053, "MXFP8": 0.0266, "NVFP4": 2**0.5 * 0.095}[recipe.name]
+    bound = np.sqrt(8) * noise
     for a, b in zip(low, high, strict=True):
         a, b = np.asarray(a), np.asarray(b)
         if a.shape[0] == ROWS:
@@ -401,9 +403,11 @@ def twin_not_quantised(monkeypatch):
     "twin", [twin_transposed_scales, twin_unaligned, twin_one_copy_of_the_weights, twin_not_quantised]
 )
 def test_b88_broken_twins_fail(twin, monkeypatch):
+    jax.clear_caches()  # a trace of the sound code must not stand in for the twin, nor the reverse
     twin(monkeypatch)
     with pytest.raises(AssertionError):
         check(lambda *a: grouped_gemm(*a, recipe=MXFP8(), backend="reference"), MXFP8())
+    jax.clear_caches()
 
 
 def test_bad_recipes():
