@@ -49,12 +49,22 @@ def product_and_gradients(gemm, rows, kernels, sizes, d_out, key=None):
     return out, *pull_back(d_out)
 
 
-def problem(tail=np.nan, sizes=SIZES, seed=0, dtype=np.float32):
-    """Rows, kernels and cotangent; the rows of expert e are 10**e as large as those of expert 0."""
+def problem(tail=np.nan, sizes=SIZES, seed=0, dtype=np.float32, spread=10):
+    """Rows, kernels and cotangent; the rows of expert e are 10**e as large as those of expert 0.
+
+    Rows and columns are spread over ``2**(2 spread)``, and what is small in one operand meets what is large in the
+    other. Otherwise a power-of-two scale would hardly matter: E4M3 rounds alike under each, until it underflows.
+    """
     rng = np.random.default_rng(seed)
     rows, kernels, d_out = (
         rng.standard_normal(s, np.float32) for s in ((ROWS, D), (len(sizes), D, F), (ROWS, F))
     )
+    of_row, of_d, of_f = (
+        np.float32(2.0) ** rng.integers(-spread, spread + 1, n).astype(np.float32) for n in (ROWS, D, F)
+    )
+    rows *= of_row[:, None] / of_d
+    kernels *= of_d[:, None] * of_f
+    d_out /= of_row[:, None] * of_f
     expert = np.minimum(np.repeat(np.arange(len(sizes) + 1), [*sizes, ROWS - sizes.sum()]), 3)
     rows *= np.float32(10.0) ** expert[:, None]
     rows[sizes.sum() :], d_out[sizes.sum() :] = tail, tail
@@ -219,7 +229,7 @@ def test_b83_keys_decide_the_gradients_and_nothing_else():
 @pytest.mark.slow
 def test_b83_the_mean_over_keys_is_the_gradient_of_the_rounded_weights():
     """Stochastic rounding is right on average; rounding to nearest is not."""
-    rows, kernels, d_out = problem()
+    rows, kernels, d_out = problem(spread=0)
     gemm = use(NVFP4(hadamard=False))
     many = jax.jit(jax.vmap(lambda key: product_and_gradients(gemm, rows, kernels, SIZES, d_out, key)[1]))(
         jax.random.split(KEY, 256)
