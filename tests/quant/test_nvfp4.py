@@ -121,7 +121,7 @@ def test_hadamard_cancels_in_the_product_and_spreads_an_outlier():
 
 def test_b83_stochastic_rounding_of_a_tensor():
     x = jnp.full((1000, 16), 2.3, jnp.float32).at[:, 0].set(6)
-    draws = np.asarray(dequantize(quantize(x, key=jax.random.key(0))))[:, 1:]
+    draws = np.asarray(dequantize(quantize(x, key=jax.random.key(0))))[:, 1:].round(5)
     assert abs(draws.mean() - 2.3) < 0.02
     assert set(np.unique(draws)) == {2.0, 3.0}
-    assert np.all(np.asarray(dequantize(quantize(x)))[:, 1:] == 2)
+    assert np.all(np.asarray(dequantize(quantize(x)))[:, 1:].round(5) == 2)
