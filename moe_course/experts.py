@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from moe_course.grouped_gemm import Backend, check_arguments, grouped_gemm, resolve_backend
 from moe_course.grouped_gemm.tiled import (
@@ -32,6 +32,7 @@ from moe_course.grouped_gemm.tiled import (
     zeros_like_varying,
 )
 from moe_course.products import dot, dot_rows
+from moe_course.quant.recipes import Recipe
 from moe_course.varying import vary_alike
 
 EXPERT_ROWS = "moe_expert_rows"
@@ -50,7 +51,9 @@ def swiglu_experts(
     row_weights: Float[Array, "rows"] | None = None,
     *,
     backend: Backend = "auto",
-    recipe: None = None,
+    recipe: Recipe | None = None,
+    key: Key[Array, ""] | None = None,
+    state: PyTree | None = None,
 ) -> Float[Array, "rows d_model"]:
     """``down(silu(gate) * up)`` of each row by its own expert; ``gate_up`` holds gate first, then up.
 
@@ -58,8 +61,11 @@ def swiglu_experts(
     Rows past ``sum(group_sizes)`` are unspecified and reach nothing, as in
     :func:`moe_course.grouped_gemm.grouped_gemm`, whose errors and dtype rules also hold here. Residuals for
     the backward pass carry the names :data:`RESIDUAL_NAMES`.
+
+    With a ``recipe`` both GEMMs are quantised, on any backend and unfused; ``key`` and ``state`` as there, with
+    ``state`` a pair (gate-up's, down's). The activation between them is rounded to the dtype of ``rows`` first.
     """
-    check_arguments(rows, gate_up, group_sizes, recipe)
+    check_arguments(rows, gate_up, group_sizes)
     if down.shape != (gate_up.shape[0], gate_up.shape[2] // 2, gate_up.shape[1]) or gate_up.shape[2] % 2:
         raise ValueError(f"gate_up [E, D, 2F] and down [E, F, D] disagree: {gate_up.shape} and {down.shape}")
     if down.dtype != rows.dtype:
@@ -73,15 +79,20 @@ def swiglu_experts(
             rows, gate_up, down, group_sizes, row_weights.astype(jnp.float32)[:, None]
         )
     rows = checkpoint_name(rows, EXPERT_ROWS)
-    if resolve_backend(backend) == "tiled":
+    if resolve_backend(backend) == "tiled" and recipe is None:
         return _fused(rows, gate_up, down, group_sizes, row_weights)
-    hidden = grouped_gemm(rows, gate_up, group_sizes, backend=backend)
+    keys = (None, None) if key is None else jax.random.split(key)
+    quantised = [
+        {"backend": backend, "recipe": recipe, "key": k, "state": s}
+        for k, s in zip(keys, state or (None, None), strict=True)
+    ]
+    hidden = grouped_gemm(rows, gate_up, group_sizes, **quantised[0])
     # Masked before the activation: a mask after it would turn a NaN or inf in the tail into a NaN gradient.
     in_a_group = lax.iota(jnp.int32, rows.shape[0])[:, None] < jnp.sum(group_sizes, dtype=jnp.int32)
     hidden = checkpoint_name(_zero_unless(in_a_group, hidden), EXPERT_HIDDEN)
     if row_weights is not None:
         row_weights = _zero_unless(in_a_group, row_weights)
-    return grouped_gemm(activate(hidden, row_weights), down, group_sizes, backend=backend)
+    return grouped_gemm(activate(hidden, row_weights), down, group_sizes, **quantised[1])
 
 
 def _zero_unless(condition: Array, x: Array) -> Array:

@@ -22,10 +22,12 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from moe_course.errors import SettingError
 from moe_course.grouped_gemm import pallas, ragged_dot, reference, tiled, tokamax
+from moe_course.grouped_gemm.quantized import check_recipe, quantized_grouped_gemm
+from moe_course.quant.recipes import Recipe
 from moe_course.varying import vary_alike
 
 Backend = Literal["auto", "reference", "tiled", "ragged_dot", "pallas", "pallas_interpret", "tokamax", "te"]
@@ -45,7 +47,9 @@ def grouped_gemm(
     group_sizes: Int[Array, "experts"],
     *,
     backend: Backend = "auto",
-    recipe: None = None,
+    recipe: Recipe | None = None,
+    key: Key[Array, ""] | None = None,
+    state: PyTree | None = None,
 ) -> Float[Array, "rows d_ff"]:
     """Multiply each group of rows by its own kernel.
 
@@ -54,13 +58,23 @@ def grouped_gemm(
     ``rows``. Differentiable in ``rows`` and ``kernels``. Works under ``jit`` and ``jax.shard_map``; where an
     argument is replicated over a mesh axis that another varies over, its gradient is summed over that axis.
 
+    With a ``recipe`` (:mod:`moe_course.quant.recipes`) the operands of product, dgrad and wgrad are quantised, each
+    for itself. ``key`` seeds stochastic rounding (NVFP4). ``state`` is that of FP8DelayedScaling; its "gradient"
+    *is* the next state: take it over, keep it from the optimizer.
+
     Raises:
         TypeError: ``group_sizes`` is not an integer array, or ``rows`` and ``kernels`` differ in dtype.
         ValueError: shapes disagree.
-        SettingError: the backend is unknown or cannot run here; the message says what would fix it.
+        SettingError: the backend is unknown or cannot run here, or the recipe lacks its key or state; the message
+            says what would fix it.
     """
-    check_arguments(rows, kernels, group_sizes, recipe)
-    return BACKENDS[resolve_backend(backend)](*vary_alike(rows, kernels, group_sizes))
+    check_arguments(rows, kernels, group_sizes)
+    multiply = BACKENDS[resolve_backend(backend)]
+    arguments = vary_alike(rows, kernels, group_sizes)
+    if recipe is None:
+        return multiply(*arguments)
+    check_recipe(recipe, key, state)
+    return quantized_grouped_gemm(multiply, recipe, *arguments, key, state)
 
 
 def resolve_backend(backend: Backend) -> str:
@@ -93,13 +107,8 @@ def why_not(backend: Backend) -> str:
     return ""
 
 
-def check_arguments(rows: Array, kernels: Array, group_sizes: Array, recipe: None = None) -> None:
+def check_arguments(rows: Array, kernels: Array, group_sizes: Array) -> None:
     """Raise unless the arguments of :func:`grouped_gemm` fit together (its docstring lists the errors)."""
-    if recipe is not None:
-        raise SettingError(
-            "grouped GEMM has no low-precision recipes yet: they come with moe_course.quant (chapter 08). "
-            "Pass recipe=None."
-        )
     shapes = f"rows {rows.shape}, kernels {kernels.shape}, group_sizes {group_sizes.shape}"
     if rows.ndim != 2 or kernels.ndim != 3 or group_sizes.ndim != 1:
         raise ValueError(f"needed: rows [M, D], kernels [E, D, F], group_sizes [E]; got {shapes}")
