@@ -54,7 +54,9 @@ def step(shape, dispatcher):
 
     def loss(params, x, mask, probe, bias):
         state = jax.tree.map(lambda _: bias, bias_state)
-        out, stats = nnx.merge(graph, params, state)(x, plan=plan, mask=mask, num_sequences=8)
+        out, stats = nnx.merge(graph, params, state)(
+            x, plan=plan, mask=mask, num_sequences=8, backend="ragged_dot"
+        )
         return jnp.vdot(out, probe) + stats.z_loss + stats.balance_loss, out
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
