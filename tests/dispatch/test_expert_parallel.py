@@ -21,7 +21,11 @@ from tests.dispatch.dispatch_cases import EXCHANGES
 from tests.oracle import assert_close, relative_error
 
 D, F, E, K, T = 6, 4, 8, 2, 32
-MESHES = [(1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2)]
+MESHES = [
+    (1, 1, 4),
+    (2, 2, 2),
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(1, 1, 2), (1, 1, 8), (1, 2, 4)]),
+]
 LENGTH = 4 * T
 """Terms in the longest sum of a gradient: tokens, times a few products each."""
 
