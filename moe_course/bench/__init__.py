@@ -1,7 +1,8 @@
 """The measured claims: ``moe-course bench NAME --json``, or ``python -m moe_course.bench NAME --json``.
 
 :data:`BENCHES` maps a name to the module that measures it. Such a module has ``Options``, a frozen dataclass
-whose fields are the command line's flags, and ``run(options) -> dict``, what ``--json`` prints.
+whose fields are the command line's flags, and ``run(options) -> dict``, what ``--json`` prints. It may have
+``DEVICES``, how many to simulate (default: 1).
 """
 
 import importlib
@@ -11,6 +12,7 @@ import sys
 from moe_course.environment import setup, versions
 
 BENCHES = {
+    "dispatch": "moe_course.bench.dispatch",
     "grouped-gemm": "moe_course.bench.grouped_gemm",
     "kill-rate": "moe_course.bench.kill_rate",
     "moe-layer": "moe_course.bench.moe_layer",
@@ -42,7 +44,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
     known, flags = parser.parse_known_args(args)
     options = tyro.cli(load(known.name).Options, args=flags, prog=known.name)
-    setup(devices=1, quiet=True)
+    setup(devices=getattr(load(known.name), "DEVICES", 1), quiet=True)
     figures = run(known.name, options)
     # Beside the figures, not among them: what reads the JSON finds cases only.
     measured_on = ", ".join(f"{key} {value}" for key, value in versions().items())

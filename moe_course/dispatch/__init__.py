@@ -12,13 +12,20 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_course.dispatch import all_to_all, local
+from moe_course.dispatch import all_gather, all_to_all, dedup, local, ragged
 from moe_course.dispatch.plan import DispatchPlan
 from moe_course.errors import SettingError
 from moe_course.parallel import EXPERT, TOKEN_AXES, ambient_mesh, per_device
 from moe_course.routing import Routing
 
-DISPATCHERS = {"local": local, "all_to_all": all_to_all}
+DISPATCHERS = {
+    "local": local,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "ragged": ragged,
+    "dedup": dedup,
+}
+"""``DispatchPlan.dispatcher`` by name; an expert axis of one always takes ``local``."""
 
 
 @partial(
@@ -39,7 +46,7 @@ class Dispatched:
     """Rows of buffer this device was asked for, counted before any limit: demand <= capacity proves that
     nothing was dropped."""
     counts: dict[str, Int[Array, "N R"]]
-    """What ``dispatch.ledger`` adds up, per device and peer."""
+    """What ``dispatch.ledger`` balances, per device and peer."""
     handle: dict[str, Array]
     """The way back; only ``combine`` reads it."""
     plan: DispatchPlan
@@ -49,8 +56,9 @@ def dispatch(x: Float[Array, "tokens d_model"], routing: Routing, *, plan: Dispa
     """Send each token copy to the rank that owns its expert, grouped by expert there.
 
     Differentiable in ``x`` and in the routing weights. Runs on the ambient mesh (``jax.set_mesh``), or on
-    one device without one. Copies beyond the capacity are dropped from the end of each (sender, receiver)
-    pair and counted in ``demand``; the training step never uses such a result.
+    one device without one. Copies beyond the capacity are dropped (all_to_all: from the end of each sender's
+    block; the others: from the end of the receive buffer) and counted in ``demand``; the training step never
+    uses such a result.
     """
     dispatcher = _dispatcher(plan)
     fn = partial(dispatcher.dispatch_rank, plan=plan)

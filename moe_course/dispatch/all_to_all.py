@@ -14,7 +14,7 @@ drops nothing is R times the *largest* pair. That is the demand reported here.
 import jax.numpy as jnp
 from jax import lax
 
-from moe_course.dispatch.local import combined_slots
+from moe_course.dispatch.slots import slots_per_peer
 from moe_course.grouping import Groups, group_by_expert, group_offsets, permute, unpermute, weights_of_rows
 from moe_course.parallel import EXPERT
 
@@ -43,7 +43,7 @@ def dispatch_rank(x, expert_ids, weights, *, plan):
             "made": wanted.sum(1)[None],
             "sent": _first_rows(wanted, pair).sum(1)[None],
             "received": arrived.sum(1)[None],
-            "combined": combined_slots(send)[None, None],
+            "combined": slots_per_peer(send.row_of_slot, jnp.full(ranks, pair, jnp.int32))[None],
         },
         "handle": {"send": send, "arrange": arrange},
     }

@@ -1,7 +1,6 @@
 """No exchange: every expert is here. The dispatcher of an expert axis of one."""
 
-import jax.numpy as jnp
-
+from moe_course.dispatch.slots import combined_slots
 from moe_course.grouping import group_by_expert, permute, unpermute, weights_of_rows
 
 
@@ -27,8 +26,3 @@ def dispatch_rank(x, expert_ids, weights, *, plan):
 def combine_rank(rows, handle, *, plan):
     """Add up each token's rows."""
     return unpermute(rows, handle["groups"])
-
-
-def combined_slots(groups):
-    """Slots that ``unpermute`` reads a row for."""
-    return (groups.row_of_slot < groups.slot_of_row.shape[0]).sum(dtype=jnp.int32)

@@ -1,0 +1,55 @@
+"""The bench of the dispatchers: its parser reads programs right, and what it reads is what the formulas say."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moe_course import bench
+from moe_course.bench.dispatch import Options, collectives, rows_per_token
+
+HLO = """
+  %a = f32[8,16]{1,0} all-gather(%x), dimensions={0}
+  %b = (s32[1,4]{1,0}, s32[1,4]{1,0}) all-to-all(%c, %d), replica_groups={{0,1}}
+  %e = bf16[2,16]{1,0} reduce-scatter(%f), to_apply=%add
+  %g = (f32[2,16]{1,0}, f32[4,16]{1,0}) all-gather-start(%h), dimensions={0}
+  %i = f32[4,16]{1,0} all-gather-done(%g)
+  %j = f32[4,16]{1,0} add(%all-gather, %i)
+"""
+
+
+def test_the_parser_counts_results_and_the_operand_of_a_reduce_scatter():
+    kinds, total = collectives(HLO, group=4)
+    assert kinds == {"all-gather": 2, "all-to-all": 1, "reduce-scatter": 1}
+    assert total == 4 * 8 * 16 + 2 * 4 * 4 + 4 * (2 * 2 * 16) + 4 * 4 * 16
+
+
+def test_b70_rows_per_token_closed_form():
+    assert round(rows_per_token(256, 8, 8), 3) == 5.295
+    assert round(rows_per_token(256, 8, 64), 3) == 7.676
+    rng = np.random.default_rng(0)
+    picks = rng.random((20_000, 64)).argsort(1)[:, :8] // 8
+    drawn = np.mean([len(set(row)) for row in picks])
+    assert abs(drawn / rows_per_token(64, 8, 8) - 1) < 0.01
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return bench.run("dispatch", Options(tokens_per_rank=128, d_model=32, experts=32, top_k=4, rounds=1))
+
+
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all", "dedup", "ragged"])
+def test_bytes_are_those_of_the_formulas(figures, dispatcher):
+    one = figures[dispatcher]
+    assert abs(one["bytes_per_token"] / one["predicted"] - 1) < 0.05
+    assert abs(one["useful_bytes_per_token"] / one["useful_predicted"] - 1) < 0.05
+    assert one["collectives"]
+    assert one["latency_vs_all_to_all"] > 0
+
+
+def test_figures_are_json_and_tell_the_dispatchers_apart(figures):
+    assert json.loads(json.dumps(figures)) == figures
+    assert "all-to-all" in figures["all_to_all"]["collectives"]
+    assert "reduce-scatter" in figures["all_gather"]["collectives"]
+    assert figures["dedup"]["rows_per_token"] < figures["ragged"]["rows_per_token"]
+    assert figures["ragged"]["receive_buffer_bytes"] < figures["all_to_all"]["receive_buffer_bytes"]
