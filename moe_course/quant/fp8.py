@@ -149,8 +149,10 @@ def quantize_fp8_blocks(
     if power_of_two:
         scale = decode_e8m0(jnp.maximum(shared_exponent(amax, f, "rceil"), jnp.uint8(1)))
     else:
-        scale = from_bits(amax) / np.float32(f.max)
-        scale = jnp.where(scale >= SMALLEST_NORMAL, scale, jnp.float32(1))
+        # A divisor not known before it runs: by a constant XLA multiplies with the reciprocal, one rounding more.
+        divisor = jnp.where(amax < INF_BITS, jnp.float32(f.max), jnp.float32(jnp.nan))
+        scale = from_bits(amax) / divisor
+        scale = jnp.where(scale < SMALLEST_NORMAL, jnp.float32(1), scale)
     scale = jnp.where(amax < INF_BITS, scale, jnp.float32(jnp.nan))
     codes = _encode_or_nan(x.astype(jnp.float32) / spread(scale, block, x.shape), f)
     return BlockScaled(

@@ -196,6 +196,19 @@ class NVFP4(Recipe):
         return 16
 
 
+RECIPES: dict[str, Recipe | None] = {
+    "none": None,
+    "bf16": BF16(),
+    "fp8": FP8CurrentScaling(),
+    "fp8-tiles": FP8BlockScaling(),
+    "mxfp8": MXFP8(),
+    "mxfp8-floor": MXFP8("floor"),
+    "mxfp8-hybrid": MXFP8(gradient="e5m2"),
+    "nvfp4": NVFP4(),
+}
+"""The recipes that carry no state, by the name that ``moe-course train --recipe`` takes."""
+
+
 def quantize_rows(
     x: Float[Array, "rows d"],
     operand: Operand,

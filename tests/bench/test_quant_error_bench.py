@@ -29,7 +29,7 @@ def test_experts():
     figures = quant_error.expert_errors(options)
     assert json.loads(json.dumps(figures)) == figures
     output = {name: errors["output"] for name, errors in figures.items()}
-    assert 0 < output["bf16"] < output["mxfp8-rceil"] < output["nvfp4"] < 0.3
+    assert 0 < output["bf16"] < output["mxfp8"] < output["nvfp4"] < 0.3
     for errors in figures.values():
         assert all(0.95 < v < 1 for k, v in errors.items() if k.startswith("cosine"))
 
