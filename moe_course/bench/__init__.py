@@ -17,6 +17,7 @@ BENCHES = {
     "kill-rate": "moe_course.bench.kill_rate",
     "moe-layer": "moe_course.bench.moe_layer",
     "notebooks": "moe_course.bench.notebooks",
+    "parity-run": "moe_course.bench.parity_run",
     "quant-error": "moe_course.bench.quant_error",
     "train-step": "moe_course.bench.train_step",
 }

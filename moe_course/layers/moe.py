@@ -164,7 +164,9 @@ class MoE(nnx.Module):
         logits, routing = self.router(x, mask)
         sent = dispatch(x, routing, plan=plan)
         shared = self.shared(x) if self.shared is not None else jnp.zeros((), x.dtype)
-        out = self.experts(sent.rows, sent.group_sizes, sent.row_weights, backend=backend, recipe=recipe, key=key)
+        out = self.experts(
+            sent.rows, sent.group_sizes, sent.row_weights, backend=backend, recipe=recipe, key=key
+        )
         routed = keep_tokens_sharded(combine(out, sent)).astype(x.dtype)
         stats = MoEStats(
             load=expert_load(routing.expert_ids, config.num_experts),

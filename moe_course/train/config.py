@@ -56,7 +56,9 @@ class TrainConfig:
     ragged all-to-all: right, not fast."""
     backend: str = "auto"
     """Grouped GEMM kernel: auto, tiled, reference, ragged_dot, pallas."""
-    recipe: Literal["none", "bf16", "fp8", "fp8-tiles", "mxfp8", "mxfp8-floor", "mxfp8-hybrid", "nvfp4"] = "none"
+    recipe: Literal["none", "bf16", "fp8", "fp8-tiles", "mxfp8", "mxfp8-floor", "mxfp8-hybrid", "nvfp4"] = (
+        "none"
+    )
     """How the operands of the experts' GEMMs are quantised (``moe_course.quant``); none: not at all. Emulated, exactly
     and slowly, on any machine."""
     capacity_factor: float = 2.0

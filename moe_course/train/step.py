@@ -81,9 +81,7 @@ def dispatch_plan(config: TrainConfig, bucket: int) -> DispatchPlan:
     return DispatchPlan(m.num_experts, ranks, capacity, config.dispatcher)
 
 
-def batch_loss(
-    model: DeepSeekLM, batch: dict, config: TrainConfig, plan: DispatchPlan, step: Int[Array, ""]
-):
+def batch_loss(model: DeepSeekLM, batch: dict, config: TrainConfig, plan: DispatchPlan, step: Int[Array, ""]):
     """(training loss, auxiliary outputs) of one batch. Loss: nats per valid target, plus weighted extras.
 
     ``step`` decides how a recipe with stochastic rounding rounds.
