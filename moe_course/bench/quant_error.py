@@ -1,8 +1,8 @@
 """``moe-course bench quant-error``: what each low-precision format costs in accuracy.
 
 Signal to quantisation noise of each format and scale rule on a million bfloat16 values of three distributions, beside
-a published table; and, per recipe, the error of the expert MLP's output and the direction of its gradients against
-float32. Deterministic: no timing.
+a published table; per recipe, the error of the expert MLP's output and the direction of its gradients against
+float32, and how many bytes the forward pass keeps for the backward pass. Deterministic: no timing.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import numpy as np
 
 from moe_course.bench.arguments import make_group_sizes
 from moe_course.experts import swiglu_experts
+from moe_course.grouped_gemm.quantized import QUANTIZED_ROWS
 from moe_course.quant import (
     NVFP4,
     RECIPES,
@@ -68,7 +69,10 @@ class Options:
 
 def run(options: Options = Options()) -> dict:
     """``{"sqnr_db": {distribution: {format: {ours, theirs, difference}}}, "experts": {recipe: {...}}}``."""
-    return {"sqnr_db": signal_to_noise(options), "experts": expert_errors(options)}
+    experts = expert_errors(options)
+    for name, recipe in MEASURED.items():
+        experts[name]["saved_bytes_per_row"] = round(saved_bytes_per_row(recipe, options), 1)
+    return {"sqnr_db": signal_to_noise(options), "experts": experts}
 
 
 def draw(kind: str, count: int, seed: int) -> np.ndarray:
@@ -130,6 +134,36 @@ def expert_errors(options: Options) -> dict[str, dict[str, float]]:
             errors[f"cosine_d_{what}"] = round(_cosine(gradient, reference), 5)
         result[name] = errors
     return result
+
+
+def saved_bytes_per_row(recipe: Recipe, options: Options) -> float:
+    """What both GEMMs keep per row under a policy that saves :data:`QUANTIZED_ROWS` alone, bfloat16 activations.
+
+    Read from two compiled forward passes: the bytes they return for the backward pass, with that policy less without.
+    A delayed recipe's state is kept either way and does not count.
+    """
+    d, f, e = options.d_model, options.d_ff, options.experts
+    shapes = (options.rows, d), (e, d, 2 * f), (e, f, d)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    state = _fresh_state(recipe, e) if recipe.needs_state else None
+    sizes = jax.ShapeDtypeStruct((e,), jnp.int32)
+
+    def kept(policy) -> int:
+        def forward(sizes, state, *arguments):
+            how = {"recipe": recipe, "key": jax.random.key(0), "backend": "ragged_dot"}
+
+            @partial(jax.checkpoint, policy=policy)
+            def experts(state, *arguments):
+                return swiglu_experts(*arguments, sizes, state=state, **how)
+
+            return jax.vjp(experts, state, *arguments)
+
+        compiled = jax.jit(forward).lower(sizes, state, *arguments).compile()
+        return compiled.memory_analysis().output_size_in_bytes
+
+    policies = jax.checkpoint_policies
+    by_name = policies.save_only_these_names(QUANTIZED_ROWS)
+    return (kept(by_name) - kept(policies.nothing_saveable)) / options.rows
 
 
 def _fresh_state(recipe, num_experts: int):
