@@ -148,6 +148,7 @@ def test_equals_each_expert_alone(recipe):
     check(use(recipe), recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tiled", "ragged_dot", "pallas_interpret"])
 def test_every_backend(backend):
     check(use(MXFP8(), backend), MXFP8())
@@ -408,6 +409,7 @@ def twin_not_quantised(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "twin", [twin_transposed_scales, twin_unaligned, twin_one_copy_of_the_weights, twin_not_quantised]
 )
