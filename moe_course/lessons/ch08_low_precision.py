@@ -236,8 +236,8 @@ QUIZZES = (
         {
             "a": "That is what NVIDIA's convert does when it is asked to saturate. JAX's cast does not.",
             "b": "480 would be code 127. E4M3 gave that code to NaN, which is why its largest value is 448.",
-            "c": "E4M3 has no infinity to flee to, so the plain cast of anything above 464 is NaN, and one NaN in an operand is "
-            "a row of NaN in the product. Clip first.",
+            "c": "E4M3 has no infinity, so the plain cast of anything above 464 is NaN, and one NaN in an operand "
+            "is a row of NaN in the product. Clip first.",
         },
     ),
     Quiz(
@@ -278,8 +278,8 @@ QUIZZES = (
         {
             "a": "A rounding error there is like any other: it makes one product a little wrong.",
             "b": "Their gradients are sums over many tokens, in float32.",
-            "c": "A rounded logit changes who answers: the error of one token is not 1 % but everything (02.5). The router is "
-            "a small part of the work, so there is nothing to gain.",
+            "c": "A rounded logit changes who answers: the error of one token is not 1 % but everything (02.5). The router "
+            "is a small part of the work, so there is nothing to gain.",
         },
     ),
     Quiz(
