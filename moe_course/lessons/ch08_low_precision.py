@@ -263,6 +263,16 @@ QUIZZES = (
     ),
     Quiz(
         "08.q4",
+        "a",
+        {
+            "a": "H^T H = 1: both operands of wgrad are mixed along the axis that is summed, and the mixing cancels in the "
+            "product. What is left is that a block had no outlier any more when it was rounded.",
+            "b": "Neither product nor gradient knows that it happened, up to rounding.",
+            "c": "It is one fixed matrix, applied to both operands; random are the signs, once.",
+        },
+    ),
+    Quiz(
+        "08.q5",
         "b",
         {
             "a": "E5M2 has two mantissa bits: steps of a quarter. That is twice E4M3's error.",
@@ -273,23 +283,13 @@ QUIZZES = (
         },
     ),
     Quiz(
-        "08.q5",
+        "08.q6",
         "c",
         {
             "a": "A rounding error there is like any other: it makes one product a little wrong.",
             "b": "Their gradients are sums over many tokens, in float32.",
             "c": "A rounded logit changes who answers: the error of one token is not 1 % but everything (02.5). The router "
             "is a small part of the work, so there is nothing to gain.",
-        },
-    ),
-    Quiz(
-        "08.q6",
-        "a",
-        {
-            "a": "H^T H = 1: both operands of wgrad are mixed along the axis that is summed, and the mixing cancels in the "
-            "product. What is left is that an outlier became sixteen ordinary numbers before it was rounded.",
-            "b": "Neither product nor gradient knows that it happened, up to rounding.",
-            "c": "It is one fixed matrix, applied to both operands; random are the signs, once.",
         },
     ),
     Quiz(
