@@ -870,12 +870,12 @@ quiz(
 # %% [markdown]
 # ## The sweet spot
 #
-# What does each recipe cost in accuracy, and what could it buy? The error is measured here: of the output and of both
-# gradients of the grouped product above, bell curves all, against float32, the worst of the three. The time is **modelled**, for the
-# experts of one layer of DeepSeek-V3's shape (7,168 wide, hidden 2,048) on one B200, eight experts with 2,048 rows each,
-# forward and backward: operations over the dense peak, plus the bytes that quantising moves (read bfloat16, write two
-# copies; once more to find a tensor's largest) over 7.7 TB/s. Peaks and bandwidth: the package's table and
-# NVIDIA/dgxc-benchmarking, dense column. Communication, attention, launches: not in it.
+# What does each recipe cost in accuracy, and what could it buy? The **error is measured** here: the worst of output and
+# both gradients of the grouped product above, bell curves all, against float32. The **time is modelled**: the experts of
+# one layer of DeepSeek-V3's shape (7,168 wide, hidden 2,048) on one B200, eight experts with 2,048 rows each, forward
+# and backward. It is operations over the dense peak, plus the bytes that quantising moves (read bfloat16, write two
+# copies; read once more to find a tensor's largest) over 7.7 TB/s. Peaks: the package's table; that of FP4 and the
+# bandwidth: NVIDIA/dgxc-benchmarking, README, dense column. Communication, attention, launches: not in it.
 
 # %%
 peak = {16: published_peak("B200", "bfloat16"), 8: published_peak("B200", "float8"), 4: 9000}  # TFLOP/s
@@ -927,7 +927,7 @@ ax.set(
 ax.set_yticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
 ax.minorticks_off()
 ax.legend(frameon=False, loc="lower left")
-plots.show(fig, "MXFP8 takes a third of the modelled time away; NVFP4 another fifth, at four times the error")
+plots.show(fig, "Modelled: MXFP8 takes a third of the time away, NVFP4 half, at five times MXFP8's error")
 
 # %% [markdown]
 # Read the lines: a peak that doubles does not halve the time, and the faster the product, the more of it is quantising.
@@ -1118,7 +1118,7 @@ rng = np.random.default_rng(2)
 square = jnp.asarray(rng.normal(size=(64, 64)) * np.exp(2 * rng.normal(size=(64, 1))), jnp.float32)
 for name, copy in (("quantised anew", mxfp8(square, axis=0)[2].T), ("the exhibit", museum_transpose(square))):
     error = jnp.linalg.norm(copy - square.T) / jnp.linalg.norm(square)
-    print(f"{name:<15}error {100 * float(error):.2g} %")
+    print(f"{name:<15}error {100 * float(error):.0f} %")
 
 # %% [markdown]
 # ### Question 08.q9
