@@ -379,7 +379,7 @@ def microscope(numbers, outlier, elements, rule):
 explore(
     microscope,
     numbers=(0, 9, 0),
-    outlier=(0.0, 20.0, 2.9),
+    outlier=(0.05, 19.05, 2.9),
     elements=["E4M3", "E5M2", "E2M1 (MXFP4)", "NVFP4"],
     rule=["FLOOR", "RCEIL"],
 )
@@ -433,8 +433,9 @@ predict(
 #
 # Each copy is made from the source. Quantising a quantised copy along its other axis rounds twice, and transposing its
 # bytes leaves you with scales along the wrong axis; the museum has that one. The quantiser is an argument: `q(a, axis)`
-# returns the *values* of a after quantisation in blocks along that axis, in the shape of a. By hand, M = K = N = 1: q is
-# called six times, twice on each number.
+# returns the *values* of a after quantisation in blocks along that axis, in the shape of a. By hand, M, K, N =
+# 2, 3, 4: y sums over 3 numbers, d_x over 4 and d_w over 2, so the blocks of x [2, 3] run along the 3 for y and along
+# the 2 for d_w.
 
 
 # %%
@@ -563,10 +564,10 @@ plots.show(fig, "A small expert pays for sharing blocks with a large one")
 #
 # ## Four bits: two levels of scale
 #
-# E2M1 has eight magnitudes: 0, 0.5, 1, 1.5, 2, 3, 4, 6. A power-of-two scale would waste up to half of them, so **NVFP4**
-# (arXiv 2509.25149) uses blocks of 16 with an E4M3 scale, which has steps of an eighth. E4M3 ends at 448, so a second,
-# float32 scale for the tensor brings the largest block there: 448 · 6 = 2,688 of its units. 4 bits and a sixteenth of 8
-# are 4.5 bits a number; MXFP8 needs 8.25.
+# E2M1 has eight magnitudes: 0, 0.5, 1, 1.5, 2, 3, 4, 6. A power-of-two scale can leave the upper half of that range
+# empty, so **NVFP4** (arXiv 2509.25149) uses blocks of 16 with an E4M3 scale, which has steps of an eighth. E4M3 ends at
+# 448, so a second, float32 scale for the tensor brings the largest block there: 448 · 6 = 2,688 of its units. 4 bits and
+# a sixteenth of 8 are 4.5 bits a number; MXFP8 needs 8.25.
 #
 # ## Exercise 08.7: two levels of scale
 #
@@ -576,6 +577,15 @@ plots.show(fig, "A small expert pays for sharing blocks with a large one")
 # stored. By hand, tensor scale 1 (the largest of all is 2,688) and a block whose largest is 5: 5 / 6 rounds to 0.8125,
 # 5 / 0.8125 = 6.15 is clamped to 6, and 6 · 0.8125 = 4.875 comes back. RCEIL's promise does not hold here, and does not
 # need to: the loss is 2.5 %. A block far below the tensor's largest has scale 0; then its elements are 0 too.
+
+# %%
+scale = np.float32(5 / 6).astype(jnp.float8_e4m3fn)
+code = np.float32(min(5 / float(scale), 6)).astype(jnp.float4_e2m1fn)
+print(
+    f"5 / 6 = {5 / 6:.4f}, rounded to {scale}; 5 / {scale} = {5 / float(scale):.3f}, rounded to {code}",
+    end="",
+)
+print(f"; {code} * {scale} = {float(code) * float(scale):g}")
 
 
 # %%
@@ -688,10 +698,9 @@ for name, (x, d_y) in {"bell curves": (left, right), "a loud token in 16": with_
         print(f"{name}, {way}: {100 * (a == 0).mean():.0f} % of x became 0, error of wgrad {error:.0f} %")
 
 # %% [markdown]
-# Look at both columns. The transform keeps small numbers beside a large one from becoming 0. It does not make the product
-# more accurate: each of 16 numbers now carries a share of the outlier and is rounded in proportion. What is lost to 0 is
-# lost in each step, noise averages out over many; the NVFP4 paper judges by the loss of long runs, and no single product
-# shows that.
+# Look at both columns. The transform keeps small numbers beside a large one from becoming 0. It does not make this product
+# more accurate: each of 16 numbers now carries a share of the outlier, and is rounded in proportion. The NVFP4 paper
+# judges the transform by the loss of long runs; nothing that fits into this cell shows that.
 #
 # The third tool is for the weights: blocks of 16 × 16. Row-wise and column-wise copies then agree, so the forward and
 # the backward pass see the same weights, at one scale for 256 numbers.
@@ -805,6 +814,9 @@ plots.show(fig, "Delayed scaling clips what is new, and stays wide for a whole h
 # | MXFP8 (arXiv 2506.08027) | E4M3, gradients too | E8M0 for 32, rounded up | Blackwell |
 # | NVFP4 (arXiv 2509.25149) | E2M1, gradients stochastic | E4M3 for 16, weights 16 × 16, float32 for all | Blackwell |
 #
+# One thing emulation does not show: ours are float32 sums. DeepSeek-V3's report found that Hopper's tensor cores keep
+# about 14 bits of an FP8 sum, and has its kernels move sums to float32 every 128 products.
+#
 # A recipe is an argument of the grouped product. A converter that silently converts nothing is a bug with a number
 # (pytorch/torchtitan #3199): so count.
 
@@ -897,7 +909,7 @@ recipes = {
 @partial(jax.jit, static_argnums=0)
 def output_and_gradients(recipe, rows, kernels):
     out, pull_back = jax.vjp(lambda rows, kernels: product(rows, kernels, recipe), rows, kernels)
-    return out[:243], *pull_back(d_out)
+    return out[:243], *pull_back(d_out)  # past the groups the output is unspecified
 
 
 want = output_and_gradients(None, rows, kernels)
@@ -933,18 +945,23 @@ plots.show(fig, "Modelled: MXFP8 takes a third of the time away, NVFP4 half, at 
 # Read the lines: a peak that doubles does not halve the time, and the faster the product, the more of it is quantising.
 # Whole models gain less still. Megatron-Bridge's published summaries have DeepSeek-V3 from bfloat16 to MXFP8 at 1.28
 # times the speed on GB200 and 1.13 on GB300 (release 25.11), and Nemotron-3 Super from MXFP8 to NVFP4 at 1.02 and 1.04
-# (26.08). What the error costs in loss, a single product cannot say.
+# (26.08).
+#
+# So where is the sweet spot? For training experts on a GPU that has it, MXFP8 with RCEIL: FLOOR costs the same and is
+# less accurate, one scale for a tensor must first be found, and NVFP4 buys its time with five times the error and three
+# more tools. What an error costs in loss, a single product cannot say.
 #
 # ### Memory
 #
 # The backward pass of a quantised layer needs x only as wgrad's copy, so that is what the forward pass may save: a byte
 # for each number and a byte for each 32, where bfloat16 saves two. Checkpoint names say so to JAX (chapter 09), and the
-# compiled forward program says what it hands over. Predict the quotient, for experts of whole blocks.
+# compiled forward program says what it hands over. Predict the quotient. (The buffer has room for the worst split into
+# whole blocks, 1.5 % more than the rows; leave that out.)
 
 
 # %%
 def saved_bytes(recipe):
-    """Bytes that the compiled forward program returns for the backward pass, beyond its output and arguments."""
+    """Bytes of rows that the compiled forward program hands to the backward pass: codes and scales, or bfloat16."""
     policy = jax.checkpoint_policies.save_only_these_names(QUANTIZED_ROWS)
     sizes = jnp.full(4, 2048, jnp.int32)
 
@@ -974,13 +991,13 @@ predict(
 # %% [markdown]
 # ### What training says
 #
-# <!-- PARITY-RUN: the recorded table of `moe-course bench parity-run` goes here -->
+# An error of some percent in every product: does the loss notice? `moe-course bench parity-run --json` asks. It trains the
+# `tiny` preset in bfloat16 with three seeds; their spread is the noise band, declared before any recipe runs. Then each
+# recipe trains on the same data in the same order, and its gap to bfloat16 is divided by the band.
 #
-# A relative error of some percent in every product: does the loss notice? `moe-course bench parity-run` asks. It trains
-# the `tiny` preset in bfloat16 with three seeds, whose spread is the noise band, declared before any recipe runs; then
-# with each recipe on the same data in the same order, and reports the gap to bfloat16 over the band. At this scale a
-# loss curve shows a broken path, not a rounding rule: FLOOR's divergence took billions of tokens to appear.
-#
+# <!-- PARITY-RUN: recorded table here -->
+
+# %% [markdown]
 # ## The Transformer Engine way
 #
 # **Not run here**, and it needs the GPU it is for. A grouped layer in MXFP8:
@@ -1034,6 +1051,8 @@ predict(
 # | `MXFP8()` | `MXFP8BlockScaling` | yes | yes, and in `moe()` | data-centre Blackwell |
 # | `NVFP4()` | `NVFP4BlockScaling` | yes | no | data-centre Blackwell (SM100) |
 # | `FP8BlockScaling()` | `Float8BlockScaling` | no, PyTorch only | no | |
+#
+# DeepSeek-V3's tiles are not in TE for JAX: where this course follows that model on a GPU, MXFP8 stands in for them.
 #
 # `autocast` asserts that the GPU supports the recipe; `is_quantize_recipe_supported(name)` asks without raising, and
 # says why not. With `DelayedScaling` the state is the Flax collection `fp8_metas`, and its successor arrives as its
@@ -1102,7 +1121,7 @@ quiz(
 # ### Room 2: the transposed scales
 #
 # wgrad needs xᵀ, and there is a quantised x already. The exhibit transposes its codes and its scales; a square x, so all
-# shapes fit (modelled on a mended fault in google/qwix; torchao #3686 forgot the rounding mode of the second copy).
+# shapes fit (modelled on a fault mended in google/qwix, 2bc7aa5; torchao #3686 forgot the rounding mode of the second copy).
 
 
 # %%
