@@ -8,6 +8,7 @@ whose fields are the command line's flags, and ``run(options) -> dict``, what ``
 import importlib
 import json
 import sys
+from pathlib import Path
 
 from moe_course.environment import setup, versions
 
@@ -32,6 +33,11 @@ def run(name: str, options=None) -> dict:
 def load(name: str):
     """The module of a bench."""
     return importlib.import_module(BENCHES[name])
+
+
+def recorded(name: str) -> dict:
+    """A result under ``bench/results/``: measured once, with the machine's versions in it."""
+    return json.loads((Path(__file__).parent / "results" / f"{name}.json").read_text())
 
 
 def main(args: list[str] | None = None) -> None:
