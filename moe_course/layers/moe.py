@@ -18,7 +18,15 @@ from moe_course.dispatch import DispatchPlan, combine, dispatch
 from moe_course.dispatch.ledger import Ledger, count
 from moe_course.experts import swiglu_experts
 from moe_course.layers.linear import SwiGLU
-from moe_course.parallel import FSDP, TOKEN_AXES, ambient_mesh, expert_spec, keep_tokens_sharded, per_device
+from moe_course.parallel import (
+    FSDP,
+    ambient_mesh,
+    expert_axes,
+    expert_spec,
+    keep_tokens_sharded,
+    per_device,
+    token_axes,
+)
 from moe_course.routing import RouterConfig, Routing, route
 
 
@@ -94,8 +102,8 @@ class Experts(nnx.Module):
         gate_up, down = self.gate_up[...], self.down[...]
         if mesh is None:
             return run(rows, group_sizes, row_weights, gate_up, down, specs=None)
-        specs = expert_spec(gate_up.shape, mesh.shape[FSDP]), expert_spec(down.shape, mesh.shape[FSDP])
-        tokens = P(TOKEN_AXES)
+        specs = tuple(expert_spec(w.shape, mesh.shape[FSDP], expert_axes(mesh)) for w in (gate_up, down))
+        tokens = P(token_axes(mesh))
         fn = per_device(
             partial(run, specs=specs), in_specs=(tokens, tokens, tokens, *specs), out_specs=tokens
         )

@@ -51,9 +51,9 @@ class TrainConfig:
     """Sequences per step, over all devices."""
     seq_len: int = 256
 
-    dispatcher: Literal["all_gather", "all_to_all", "ragged", "dedup"] = "all_to_all"
-    """How token copies reach their experts (``moe_course.dispatch``). On a CPU, ragged and dedup emulate the
-    ragged all-to-all: right, not fast."""
+    dispatcher: Literal["all_gather", "all_to_all", "ragged", "dedup", "hierarchical"] = "all_to_all"
+    """How token copies reach their experts (``moe_course.dispatch``). On a CPU all but the first two emulate
+    the ragged all-to-all: right, not fast. ``hierarchical`` needs ``mesh.nodes``."""
     backend: str = "auto"
     """Grouped GEMM kernel: auto, tiled, reference, ragged_dot, pallas."""
     capacity_factor: float = 2.0

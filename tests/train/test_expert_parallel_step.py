@@ -25,7 +25,7 @@ PATH = 4 * BATCH * SEQ * MODEL.num_layers
 
 def config(mesh, dispatcher="all_to_all", **changes) -> TrainConfig:
     mesh = MeshConfig(*mesh)
-    base = TrainConfig(model=MODEL, mesh=mesh, devices=mesh.size, batch_size=BATCH, seq_len=SEQ, steps=4)
+    base = TrainConfig(model=MODEL, mesh=mesh, devices=mesh.size, batch_size=BATCH, seq_len=SEQ, steps=100)
     return replace(base, dispatcher=dispatcher, **({"capacity_factor": 8.0} | changes))
 
 
