@@ -121,10 +121,10 @@ def test_b62_ranks_without_tokens_take_part_and_idle_experts_learn_nothing(dispa
 
 
 @pytest.mark.parametrize("dispatcher", EXCHANGES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_b58_one_linear_expert_by_hand(dispatcher, ranks):
+def test_b58_one_linear_expert_by_hand(dispatcher):
     """y = w x, loss the mean over tokens 1, 2, 3, 4: dw is 2.5, and not the 5.0 of means summed per rank."""
-    plan = DispatchPlan(ranks, ranks, ranks * (4 // ranks), dispatcher)
+    ranks = 2
+    plan = DispatchPlan(ranks, ranks, 4, dispatcher)
     mesh = mesh_for((1, 1, ranks), dispatcher)
     experts, rows = P(expert_axes(mesh)), P(token_axes(mesh))
     x = jnp.arange(1, 5, dtype=jnp.float32)[:, None]
@@ -136,8 +136,8 @@ def test_b58_one_linear_expert_by_hand(dispatcher, ranks):
         return combine(mine(sent.rows, w), sent).mean()
 
     with jax.set_mesh(mesh):
-        dw = jax.jit(jax.grad(loss))(jnp.full(ranks, 3.0, jnp.float32))
-    assert np.asarray(dw).tolist() == [2.5] + [0.0] * (ranks - 1)
+        dw = jax.jit(jax.grad(loss), compiler_options=QUICK)(jnp.full(ranks, 3.0, jnp.float32))
+    assert np.asarray(dw).tolist() == [2.5, 0.0]
 
 
 def test_b61_gradient_of_a_psum():
