@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_course.balance import expert_load, load_balancing_loss, router_z_loss
 from moe_course.dispatch import DispatchPlan, combine, dispatch
 from moe_course.dispatch.ledger import Ledger, count
+from moe_course.dispatch.waves import add_ledgers, demand_of, join_waves, split_waves
 from moe_course.experts import swiglu_experts
 from moe_course.layers.linear import SwiGLU
 from moe_course.parallel import (
@@ -154,18 +155,32 @@ class MoE(nnx.Module):
         num_sequences: int = 1,
         backend: str = "auto",
     ) -> tuple[Float[Array, "tokens d_model"], MoEStats]:
-        """Apply the layer to [T, D]; ``num_sequences`` cuts T into the sequences of the balance loss."""
+        """Apply the layer to [T, D]; ``num_sequences`` cuts T into the sequences of the balance loss.
+
+        The shared expert computes while tokens travel; with ``plan.waves`` so do the experts of other waves.
+        """
         config = self.router.config
         plan = plan or DispatchPlan(config.num_experts)
-        logits, routing = self.router(x, mask)
-        sent = dispatch(x, routing, plan=plan)
-        shared = self.shared(x) if self.shared is not None else jnp.zeros((), x.dtype)
-        out = self.experts(sent.rows, sent.group_sizes, sent.row_weights, backend)
-        routed = keep_tokens_sharded(combine(out, sent)).astype(x.dtype)
+        with jax.named_scope("router"):
+            logits, routing = self.router(x, mask)
+        # The shared expert, and each wave's experts, read nothing of the (other) waves: what may overlap, can.
+        sent = []
+        for wave, (tokens, picks, one) in enumerate(split_waves(x, routing, plan)):
+            with jax.named_scope(f"dispatch_{wave}"):
+                sent.append(dispatch(tokens, picks, plan=one))
+        with jax.named_scope("shared_expert"):
+            shared = self.shared(x) if self.shared is not None else jnp.zeros((), x.dtype)
+        out = []
+        for wave, s in enumerate(sent):
+            with jax.named_scope(f"experts_{wave}"):
+                rows = self.experts(s.rows, s.group_sizes, s.row_weights, backend)
+            with jax.named_scope(f"combine_{wave}"):
+                out.append(combine(rows, s))
+        routed = keep_tokens_sharded(join_waves(out)).astype(x.dtype)
         stats = MoEStats(
             load=expert_load(routing.expert_ids, config.num_experts),
-            demand=sent.demand.max(),
-            ledger=count(sent),
+            demand=demand_of(sent),
+            ledger=add_ledgers([count(s) for s in sent]),
             balance_loss=_sequence_balance(routing, config, num_sequences),
             z_loss=router_z_loss(logits, mask),
         )

@@ -26,7 +26,7 @@ from tests.dispatch.dispatch_cases import (
 )
 from tests.oracle import assert_close, relative_error
 
-MESHES = [(1, 1, 4), (2, 2, 2), pytest.param((1, 1, 8), marks=pytest.mark.slow)]
+MESHES = [(1, 1, 4), (2, 2, 2)]
 FOUR = (1, 1, 4)
 
 
