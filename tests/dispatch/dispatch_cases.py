@@ -5,6 +5,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from moe_course.dispatch import DISPATCHERS, DispatchPlan, combine, dispatch
 from moe_course.dispatch.plan import worst_case_capacity
@@ -110,12 +111,24 @@ def compiled(shape, plan: DispatchPlan, gradients: bool = True):
     step = jax.jit(step, compiler_options=QUICK)
 
     def call(x, ids, weights, probe):
-        arrays = [jax.device_put(a, batch_sharding(mesh)) for a in (x, weights, ids, probe)]
+        sharding = batch_sharding(mesh)
+        # From a callback, because some of the devices may be another process's.
+        arrays = [
+            jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in (x, weights, ids, probe)
+        ]
         with jax.set_mesh(mesh):
-            result = jax.tree.map(np.asarray, step(*arrays))
+            result = step(*arrays)
+        result = fetch(result)
         return (result[0][1], result[1]) if gradients else result[1]
 
     return call
+
+
+def fetch(tree):
+    """Whole NumPy arrays, in every process."""
+    if jax.process_count() == 1:
+        return jax.tree.map(np.asarray, tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def probe_for(x):
