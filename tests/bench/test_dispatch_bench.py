@@ -38,11 +38,12 @@ def figures():
     return bench.run("dispatch", Options(tokens_per_rank=128, d_model=32, experts=32, top_k=4, rounds=1))
 
 
-@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all", "dedup", "ragged"])
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all", "dedup", "hierarchical", "ragged"])
 def test_bytes_are_those_of_the_formulas(figures, dispatcher):
     one = figures[dispatcher]
     assert abs(one["bytes_per_token"] / one["predicted"] - 1) < 0.05
     assert abs(one["useful_bytes_per_token"] / one["useful_predicted"] - 1) < 0.05
+    assert abs(one["rows_across_nodes"] / one["rows_across_nodes_predicted"] - 1) < 0.05
     assert one["collectives"]
     assert one["latency_vs_all_to_all"] > 0
 
@@ -52,4 +53,5 @@ def test_figures_are_json_and_tell_the_dispatchers_apart(figures):
     assert "all-to-all" in figures["all_to_all"]["collectives"]
     assert "reduce-scatter" in figures["all_gather"]["collectives"]
     assert figures["dedup"]["rows_per_token"] < figures["ragged"]["rows_per_token"]
+    assert figures["hierarchical"]["rows_across_nodes"] < 0.7 * figures["dedup"]["rows_across_nodes"]
     assert figures["ragged"]["receive_buffer_bytes"] < figures["all_to_all"]["receive_buffer_bytes"]
