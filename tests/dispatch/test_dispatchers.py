@@ -212,6 +212,24 @@ def test_broken_twin_receivers_view_of_offsets(monkeypatch):
     assert not twin_output("ragged")[0] < 1e-3
 
 
+def test_broken_twin_cut_sizes_move_the_source(monkeypatch):
+    """B56's mistake: input offsets of the cut sizes, so that what follows a cut chunk is taken from the wrong place."""
+    honest = exchange_module.plan_exchange
+
+    def mistaken(sizes, capacity):
+        layout = honest(sizes, capacity)
+        sent = layout.kept.reshape(len(sizes), -1)
+        taken_from = (sent.cumsum(1) - sent).reshape(sizes.shape)
+        return exchange_module.Layout(taken_from, layout.kept, layout.lands_at)
+
+    monkeypatch.setattr("moe_course.dispatch.ragged.plan_exchange", mistaken)
+    x, ids, weights = routing_case("uneven demand")
+    run = compiled.__wrapped__(FOUR, plan_for(FOUR, "ragged", TIGHT), gradients=False)
+    out, _ = run(x, ids, weights, probe_for(x))
+    kept = kept_of("ragged", ids, TIGHT)
+    assert not relative_error(out, expected(x, np.where(kept, ids, E), weights)) < 1e-3
+
+
 @pytest.mark.parametrize("dispatcher", ["dedup", "hierarchical"])
 def test_broken_twin_dedup_counts_an_owner_twice(monkeypatch, dispatcher):
     """B70's mistake: one row per expert sent, each with the owner's whole sum coming back."""
