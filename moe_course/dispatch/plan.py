@@ -17,7 +17,7 @@ class DispatchPlan:
     """Receive rows per rank (C), a multiple of ``ranks``. Unused when ``ranks`` is 1."""
     dispatcher: str = "all_to_all"
     waves: int = 1
-    """Parts in which a layer sends its tokens (``dispatch.waves``); they share the capacity equally."""
+    """Parts in which a layer sends its tokens (``dispatch.waves`` cuts them); they share the capacity equally."""
 
     def __post_init__(self):
         if self.num_experts % self.ranks:

@@ -163,7 +163,7 @@ class MoE(nnx.Module):
         plan = plan or DispatchPlan(config.num_experts)
         with jax.named_scope("router"):
             logits, routing = self.router(x, mask)
-        # The shared expert, and each wave's experts, read nothing of the (other) waves: what may overlap, can.
+        # No step reads more than it must: the shared expert and a wave's experts may run while other waves travel.
         sent = []
         for wave, (tokens, picks, one) in enumerate(split_waves(x, routing, plan)):
             with jax.named_scope(f"dispatch_{wave}"):

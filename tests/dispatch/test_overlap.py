@@ -18,6 +18,7 @@ from moe_course.layers import moe
 from moe_course.layers.moe import ExpertBias, MoE
 from moe_course.parallel import batch_sharding, tree_shardings
 from moe_course.routing import RouterConfig, Routing
+from moe_course.train.config import TrainConfig
 from tests.dispatch.dispatch_cases import EXCHANGES, QUICK, mesh_for
 from tests.oracle import assert_close
 
@@ -153,6 +154,8 @@ def test_waves_share_tokens_and_capacity():
         assert np.array_equal(join_waves([part for part, _, _ in parts]), x)
         with pytest.raises(SettingError, match="6 tokens per device do not divide into 4 waves"):
             split_waves(x, routing, replace(plan, waves=4))
+    with pytest.raises(SettingError, match="512 tokens per device do not divide into 3 waves. Set --waves"):
+        TrainConfig(waves=3).validate()
     assert one_wave(plan) == DispatchPlan(4, 4, 8)  # 20 / 3, up to a multiple of the ranks
     assert [part.shape for part, _, _ in split_waves(x, routing, replace(plan, waves=2))] == [(12, 1)] * 2
 

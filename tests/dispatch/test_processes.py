@@ -15,7 +15,7 @@ from tests.dispatch.dispatch_cases import EXCHANGES
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-PATIENCE = 300
+PATIENCE = 600
 """Seconds after which a test gives up; nothing here waits for it in good order."""
 
 
