@@ -78,7 +78,7 @@ def dispatch_plan(config: TrainConfig, bucket: int) -> DispatchPlan:
     capacity = bucket_capacity(
         bucket, config.capacity_factor, config.tokens_per_device, m.top_k, m.num_experts, ranks
     )
-    return DispatchPlan(m.num_experts, ranks, capacity, config.dispatcher)
+    return DispatchPlan(m.num_experts, ranks, capacity, config.dispatcher, config.waves)
 
 
 def batch_loss(model: DeepSeekLM, batch: dict, config: TrainConfig, plan: DispatchPlan, step: Int[Array, ""]):
