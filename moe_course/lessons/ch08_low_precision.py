@@ -294,6 +294,15 @@ QUIZZES = (
     ),
     Quiz(
         "08.q7",
+        "b",
+        {
+            "a": "Two BF16 runs with other seeds differ by more than that.",
+            "b": "A gap inside the band is what another seed does too. To say more you need more seeds or more steps.",
+            "c": "Not found is not absent: the band is 0.04 nats wide, and a difference of 0.02 would hide in it.",
+        },
+    ),
+    Quiz(
+        "08.q8",
         "c",
         {
             "a": "Hopper's tensor cores multiply FP8, but know no block scales.",
@@ -304,7 +313,7 @@ QUIZZES = (
         },
     ),
     Quiz(
-        "08.q8",
+        "08.q9",
         "b",
         {
             "a": "amax is 0 there, a fine number.",
@@ -314,7 +323,7 @@ QUIZZES = (
         },
     ),
     Quiz(
-        "08.q9",
+        "08.q10",
         "c",
         {
             "a": "Reshaping tells no axes apart; it is the pairing of scales with elements that is wrong.",
@@ -324,7 +333,7 @@ QUIZZES = (
         },
     ),
     Quiz(
-        "08.q10",
+        "08.q11",
         "a",
         {
             "a": "What lies in the tail of the buffer is anything, here an old 1e6. It enters no product, but it entered "

@@ -63,6 +63,7 @@ def test_b87_every_moe_layer_and_no_other_is_quantised(name):
     assert found == {"fprop": want, "dgrad": want, "wgrad": want}
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_differs_from_step_to_step_and_is_repeatable():
     config = replace(
         CONFIG, recipe="nvfp4", model=replace(MODEL, num_layers=1, num_dense_layers=0, mtp_depth=0)
