@@ -221,6 +221,7 @@ def _bytes(result, amax, round_up, case) -> None:
             np.round(np.log2(safe / 448))
         ),
         "The 8 is missing: 448 is 1.75 * 2^8.": clamp(np.floor(np.log2(safe))),
+        "Byte 0 is a scale too: it means 2^-127.": np.maximum(byte_of(amax, round_up), 1),
         "The bias is missing: byte 127 means 2^0.": np.clip(
             byte_of(amax, round_up).astype(np.int64) - 127, 0, 254
         ),
