@@ -940,7 +940,7 @@ ax.set(
 ax.set_yticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
 ax.minorticks_off()
 ax.legend(frameon=False, loc="lower left")
-plots.show(fig, "Modelled: MXFP8 takes a third of the time away, NVFP4 half, at five times MXFP8's error")
+plots.show(fig, "Modelled: MXFP8 saves a third of the time, NVFP4 half, at five times the error")
 
 # %% [markdown]
 # Read the lines: a peak that doubles does not halve the time, and the faster the product, the more of it is quantising.
