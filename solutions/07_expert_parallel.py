@@ -132,7 +132,7 @@ left.imshow(matrix, cmap="Blues", vmin=0, vmax=matrix.max() * 1.4)
 for s, r in np.ndindex(matrix.shape):
     left.text(r, s, str(matrix[s, r]), ha="center", va="center", fontsize=9)
 left.set(xlabel="receiver", ylabel="sender", xticks=range(R), yticks=range(R))
-right.barh(range(R), asked, color=[plots.expert_color(r * E // R) for r in range(R)], height=0.7)
+right.barh(range(R), asked, color=[plots.expert_color(r) for r in range(R)], height=0.7)
 right.axvline(T * K, color=plots.INK, lw=1, ls="--")
 right.annotate(
     "fair share", (T * K, -0.75), xytext=(4, 0), textcoords="offset points", fontsize=9, va="center"
@@ -158,7 +158,9 @@ print("rank 2 has ", labels.reshape(R, R)[2].tolist())
 print("rank 2 gets", swapped.reshape(R, R)[2].tolist())
 
 # %% [markdown]
-# Blocks have one size, since shapes are known before the routing is. Call it `pair`: the rows of a block.
+# Blocks have one size, since shapes are known before the routing is. Call it `pair`: the rows of a block. A copy that
+# finds its block full must not spill into the next one: a public run did just that, and its first loss was NaN
+# (marin-community/marin #4312).
 #
 # ## Exercise 07.2: padded, there
 #
@@ -396,7 +398,7 @@ predict(
 )
 
 # %% [markdown]
-# One eighth of a GB200's memory, for one buffer of one layer: the hidden rows and the answers come on top, as large each.
+# More than a tenth of a GB200's memory, for one buffer of one layer, and the hidden rows and the answers come on top.
 # Over 64 ranks of 4,096 tokens the compiler asks for 64.6 GB of temporaries for *one* layer, forward and backward, with
 # TE's worst-case default, and for 4.67 GB at twice the balanced need (TE 2.20.2 compiled for 64 GB200 on a machine with
 # none; nothing ran, and chapter 09 shows how).
@@ -458,17 +460,17 @@ for y, (rows, size) in enumerate(zip(sizes.values(), gigabytes, strict=True)):
         f"{size:.1f} GB, {rows:,} rows", (size, y), xytext=(4, 0), textcoords="offset points", va="center"
     )
 ax.invert_yaxis()
-ax.set(xlabel="one receive buffer, GB (8 ranks, 24,576 tokens each, 7,168 × bfloat16)", xlim=(0, 30))
+ax.set(xlabel="one receive buffer, GB (8 ranks, 24,576 tokens each, 7,168 × bfloat16)", xlim=(0, 33))
 plots.show(fig, "Room for the worst case is eight times room for a balanced one")
 
 # %% [markdown]
 # ## Dropless, verified
 #
-# NVIDIA's dropless DeepSeek-V3 run with JAX and TE (blog of 14 September 2026) takes factor 2, and every 20 steps the
-# host reads how many rows were asked for and stops the run if there were too many. Why not read it at every step? The
-# host would have to wait for the device: the queue of work runs dry each time. So "dropless" there means: looked at
-# every 20 steps and not seen to drop. TE counts demand before it drops, so the number is honest; between two looks nobody
-# looks.
+# NVIDIA's dropless DeepSeek-V3 run with JAX and TE (blog of 14 September 2026) takes factor 2. Every 20 steps the host
+# reads how many rows were asked for, and stops the run if there were too many (MaxText's setting
+# `te_ep_overflow_check_every_n_steps`). Why not at every step? The host would wait for the device, and the queue of work
+# would run dry each time. So "dropless" there means: looked at every 20 steps, and not seen to drop. TE counts demand
+# before it drops, so the number is honest; between two looks nobody looks.
 #
 # ### Question 07.q3
 #
@@ -491,11 +493,11 @@ quiz(
 #
 # The step that changes nothing. · difficulty ●● · 10 minutes · used again in 09, 12
 #
-# Our way needs no wait. The step itself compares demand with capacity, on the device, and if a rank was short it returns
-# the state *it was given*. The host reads the flag of the step before, as late as it likes, and gives the same batch to
-# the program of the next bucket. Two traps. What overflowed gives a new state that means nothing and may be NaN. And
-# overflow on one rank spoils the gradients of all, so all must decide alike. By hand: demand 3, 11, 0, 7 and capacity 10:
-# all four keep the old state, and all four say so.
+# Our way needs no wait. The step itself compares demand with capacity, on the device. If any rank was short, it returns
+# the state *it was given* and raises a flag, which turns the steps already queued behind it into steps that do nothing.
+# The host reads the flag one step late, and gives the same batch to the program of the next bucket. Two traps. What
+# overflowed gives a new state that means nothing and may be NaN. And overflow on one rank spoils the gradients of all, so
+# all must decide alike. By hand: demand 3, 11, 0, 7 and capacity 10: all four keep the old state, and all four say so.
 
 
 # %%
@@ -519,42 +521,50 @@ def all_or_none(state, new_state, demand, capacity):
 check("07.5", all_or_none)  # stuck? hint("07.5")
 
 # %% [markdown]
-# Two runs over the same hundred steps, whose router drifts and twice goes wild (invented demand, not a model). One has
-# factor 2 and looks every 20 steps. The other starts at factor 1.25 and obeys the bucket rule.
+# Two runs over the same 200 steps, whose router drifts and twice goes wild (invented demand, not a model's). One has
+# factor 2 and looks every 20 steps. The other starts at factor 1.25, obeys the bucket rule, and goes back a bucket after
+# 64 calm steps, as the package's train loop does.
 
 # %%
-steps = np.arange(100)
-drift = 1.05 + 0.25 * steps / 100 + 0.06 * np.random.default_rng(3).normal(size=100)
-burst = 1.2 * np.exp(-(((steps - 46) / 2.5) ** 2)) + 0.45 * np.exp(-(((steps - 74) / 1.5) ** 2))
+steps = np.arange(200)
+drift = 1.0 + 0.1 * steps / 200 + 0.04 * np.random.default_rng(3).normal(size=200)
+burst = 1.3 * np.exp(-(((steps - 47) / 2.5) ** 2)) + 0.6 * np.exp(-(((steps - 151) / 2) ** 2))
 balanced = 24_576 * 8
 demand = np.ceil(balanced * (drift + burst)).astype(int)
 
-fixed, bucket, capacity, again = rows_in(0, 2.0, 24_576, 8, 256, 8), 0, [], 0
-for asked_for in demand:
-    while rows_in(bucket, 1.25, 24_576, 8, 256, 8) < asked_for:
-        bucket, again = bucket + 1, again + 1
-    capacity.append(rows_in(bucket, 1.25, 24_576, 8, 256, 8))
-looked = demand[20::20]
+
+def rows_of_bucket(bucket, factor=1.25):
+    return rows_in(bucket, factor, 24_576, 8, 256, 8)
+
+
+bucket, room, again = 0, [], 0
+for step, asked_for in enumerate(demand):
+    while rows_of_bucket(bucket) < asked_for:
+        bucket, again = bucket + 1, again + 1  # the step changed nothing: the same batch once more
+    room.append(rows_of_bucket(bucket))
+    if bucket and step >= 64 and demand[step - 63 : step + 1].max() <= rows_of_bucket(bucket - 1):
+        bucket -= 1
+over = demand > rows_of_bucket(0, 2.0)
+blue, red = plots.expert_color(0), plots.expert_color(1)
 fig, ax = plots.figure(7.5, 3.0)
-ax.step(steps, np.array(capacity) / balanced, where="mid", color=plots.expert_color(0), lw=2.2)
-ax.axhline(2.0, color=plots.expert_color(1), lw=1.6, ls="--")
-over = demand > fixed
-ax.scatter(steps[~over], demand[~over] / balanced, s=14, color=plots.INK)
-ax.scatter(steps[over], demand[over] / balanced, s=34, color=plots.expert_color(1), marker="x")
-ax.vlines(steps[20::20], 0.85, 0.95, color=plots.expert_color(1), lw=2)
-ax.annotate("bucket rule", (78, 2.55), color=plots.expert_color(0))
-ax.annotate("factor 2", (2, 2.04), color=plots.expert_color(1))
-ax.annotate("looks", (21, 0.87), color=plots.expert_color(1), fontsize=9)
-ax.set(xlabel="step", ylabel="demand and capacity,\nover the balanced need", ylim=(0.85, 2.8))
+ax.step(steps, np.array(room) / balanced, where="mid", color=blue, lw=2.2)
+ax.axhline(2.0, color=red, lw=1.6, ls="--")
+ax.scatter(steps[~over], demand[~over] / balanced, s=8, color=plots.INK)
+ax.scatter(steps[over], demand[over] / balanced, s=34, color=red, marker="x")
+ax.vlines(steps[20::20], 0.8, 0.88, color=red, lw=2)
+ax.annotate("capacity, bucket rule", (62, 2.54), color=blue)
+ax.annotate("capacity, factor 2", (1, 2.04), color=red)
+ax.annotate("looks", (22, 0.8), color=red, fontsize=9)
+ax.set(xlabel="step", ylabel="rows, over the\nbalanced need", ylim=(0.78, 2.75))
 plots.show(
     fig,
-    f"{over.sum()} steps drop rows and no look sees it; the bucket rule runs {again} batches twice and drops none",
+    f"Factor 2 drops rows in {over.sum()} steps and no look sees it; the bucket rule repeats {again} batches and drops none",
 )
 print(
     "overflows that the looks saw:",
-    int((looked > fixed).sum()),
-    " programs compiled by the bucket rule:",
-    len(set(capacity)),
+    int(over[20::20].sum()),
+    " programs that the bucket rule compiled:",
+    len(set(room)),
 )
 
 # %% [markdown]
@@ -655,16 +665,15 @@ def package_ragged_back(starts, sizes, lands, rank):
 
 capacity = int(asked.max())
 sizes = jnp.asarray(matrix, jnp.int32)
-every_rank = range(R)
 
 
 def told(arguments):  # [R ranks, 4, R] -> four arrays for shard_map
     return [jnp.concatenate([a[i] for a in arguments]).astype(jnp.int32) for i in range(4)]
 
 
-out = [yours("07.6", package_ragged)(sizes, r, capacity) for r in every_rank]
+out = [yours("07.6", package_ragged)(sizes, r, capacity) for r in range(R)]
 as_matrices = [jnp.stack([a[i] for a in out]) for i in range(3)]
-home = [yours("07.7", package_ragged_back)(*as_matrices, r) for r in every_rank]
+home = [yours("07.7", package_ragged_back)(*as_matrices, r) for r in range(R)]
 
 
 def move(rows, *arguments, num_rows, exchange=emulate_ragged_all_to_all):
@@ -689,8 +698,8 @@ print("lowered for CUDA, the real operation is there:", "ragged_all_to_all" in p
 busy = int(asked.argmax())
 fig, ax = plots.figure(8.0, 2.4)
 begin = 0
-for s in every_rank:
-    color = plots.expert_color(s * E // R)
+for s in range(R):
+    color = plots.expert_color(s)
     ax.barh(1, matrix[s, busy], left=s * pair, color=color, height=0.7)
     ax.barh(
         1,
@@ -702,7 +711,8 @@ for s in every_rank:
         height=0.7,
     )
     ax.barh(0, matrix[s, busy], left=begin, color=color, height=0.7)
-    ax.text(begin + matrix[s, busy] / 2, 0, str(s), ha="center", va="center", color="white", fontsize=9)
+    for y, first in enumerate((begin, s * pair)):
+        ax.text(first + matrix[s, busy] / 2, y, str(s), ha="center", va="center", color="white", fontsize=9)
     begin += matrix[s, busy]
 ax.set(
     yticks=[0, 1],
@@ -722,20 +732,20 @@ plots.show(
 
 # %%
 gumbel = np.random.default_rng(11).gumbel(size=(16, 64, 64))
-popular = np.random.default_rng(12).normal(size=64)
+popular = np.random.default_rng(12).normal(size=64) + np.random.default_rng(13).normal(size=(16, 1, 64))
 
 
 def playground(imbalance, ranks, factor):
-    chosen = np.argsort(-(gumbel[:ranks] + 2.5 * imbalance * popular), axis=-1)[..., :4]
+    chosen = np.argsort(-(gumbel[:ranks] + 2.5 * imbalance * popular[:ranks]), axis=-1)[..., :4]
     owner = chosen // (64 // ranks)
     table = (owner[..., None] == np.arange(ranks)).sum((1, 2))
     room = rows_in(0, factor, 64, 4, 64, ranks)
     fig, (left, right) = plots.figure(8.5, 3.3, columns=2)
-    left.imshow(table, cmap="Blues", vmin=0, vmax=max(40, table.max()))
+    left.imshow(table, cmap="Blues", vmin=0, vmax=1.2 * table.max())
     left.set(xlabel="receiver", ylabel="sender", xticks=range(0, ranks, 2), yticks=range(0, ranks, 2))
     total = np.zeros(ranks)
     for s in range(ranks):
-        right.barh(range(ranks), table[s], left=total, color=plots.expert_color(s * 2), height=0.8)
+        right.barh(range(ranks), table[s], left=total, color=plots.expert_color(s), height=0.8)
         total += table[s]
     right.axvline(room, color=plots.INK, lw=1.5, ls="--")
     right.invert_yaxis()
@@ -810,7 +820,7 @@ predict(
 counts = [2, 4, 8, 16, 32, 64, 128, 256]
 formula = [r * (1 - math.comb(256 - 256 // r, 8) / math.comb(256, 8)) for r in counts]
 measured = [float((package_distinct(many[:2048] // (256 // r), r) < r).sum(axis=1).mean()) for r in counts]
-fig, ax = plots.figure(7.0, 2.8)
+fig, ax = plots.figure(7.0, 3.0)
 ax.axhline(8, color=plots.INK, lw=1, ls="--")
 ax.annotate("one row for each pick", (2, 8.15), fontsize=9)
 ax.plot(counts, formula, color=plots.expert_color(0), lw=2.2)
@@ -948,14 +958,14 @@ for room in (8 * -(-int(asked.max()) // 8), 8 * int(asked.max() // 10)):
     print("  the package says:", ledger.check_pairs(ledger.pair_books(sent)) or "nothing is missing")
 
 # %% [markdown]
-# This is what "dropless, provably" means: at every step the five counts agree and demand is at most the capacity, or the
-# step has changed nothing. The totals are in the train step's metrics and on the last line of a run.
+# This is what "dropless, provably" means: at every step demand was at most the capacity and the five counts agree, or the
+# step has changed nothing. A run of the package keeps the totals of every step and ends with an error if they differ.
 #
 # ### Question 07.q4
 #
 # Which fault do the books of 07.9 *not* show?
 #
-# **a** a copy that was dropped · **b** a copy of rank 3 that went to rank 5 instead of 4 · **c** two rows of one chunk, swapped
+# **a** a copy that was dropped · **b** a copy of rank 3 that went to rank 5, not 4 · **c** two rows of a chunk, swapped
 
 # %%
 quiz(
@@ -974,19 +984,25 @@ quiz(
 #
 # | ours | TE 2.20.2 | differences |
 # |---|---|---|
-# | `DispatchPlan(num_experts, ranks, capacity, dispatcher)` | `ep_bootstrap(world_size, rank, num_experts, max_tokens_per_rank, recv_capacity_per_rank, hidden_dim)` and `EpLayerConfig(top_k, dispatch_output_per_expert_alignment)` | TE: once for each process, eagerly, inside the mesh |
+# | `DispatchPlan(num_experts=)` | `ep_bootstrap(num_experts=)` | once for each process, eagerly, inside the mesh |
+# | `DispatchPlan(ranks=)` | the mesh's `ep` axis | at least 2 |
+# | `DispatchPlan(capacity=)` | `recv_capacity_per_rank`, in both calls | static, both |
+# | tokens of a device, from `x` | `ep_bootstrap(max_tokens_per_rank=)` | an upper bound |
+# | D, from `x` | `ep_bootstrap(hidden_dim=)` | |
+# | K, from `expert_ids` | `EpLayerConfig(top_k=)` | one for all layers, unless XLA lends its communicator |
+# | `group_by_expert(align=)` | `dispatch_output_per_expert_alignment` | 128 for MXFP8 products |
 # | `x` [T, D], any float | `tokens` [..., H] | bfloat16 only |
 # | `routing.expert_ids` [T, K] | `topk_idx` [..., K] | global ids, both |
 # | `routing.weights` [T, K] | `topk_weights` [..., K] | float32 |
-# | `plan.capacity` | `recv_capacity_per_rank` | static, both |
-# | `.rows` [N C, D] | `recv_tokens` [N, C, H] | past the groups: ours zeros, TE's **uninitialised**; TE pads each group to the alignment |
+# | `.rows` [N C, D] | `recv_tokens` [N, C, H] | past the groups ours are 0, TE's **uninitialised** |
 # | `.row_weights` [N C] | `recv_topk_weights` [N, C] | the same |
-# | `.group_sizes` [N, E/R] | `token_counts` [N, E/R] | TE's are the padded sizes |
+# | `.group_sizes` [N, E/R] | `token_counts` [N, E/R] | TE's with the padding of each group |
 # | `.demand` [N] | `total_recv_tokens` [N, 1] | before any limit; TE's with padding |
-# | too much demand | the device traps, or drops with `drop_on_overflow=True` | ours: the step changes nothing |
-# | `.handle` | `handle_mem` [N, bytes] | opaque, needed by combine and both backward passes |
-# | `.counts` | none | the ledger is ours |
-# | `combine(rows, dispatched)` | `ep_combine(cfg, handle_mem, token_counts, expert_out, num_local_tokens)` | unweighted sum, both: weigh before. `num_local_tokens` is static and, despite its name, global |
+# | demand above capacity | traps, or drops: `drop_on_overflow=True` | ours: the step changes nothing |
+# | `.handle` | `handle_mem` [N, bytes] | opaque; combine and both backward passes need it |
+# | `.counts` | | the ledger is ours alone |
+# | `combine(rows, dispatched)` | `ep_combine(cfg, handle_mem, token_counts, expert_out, ...)` | unweighted, both |
+# | T, from the handle | `ep_combine(..., num_local_tokens)` | static; despite its name the *global* number |
 #
 # **Not run here**: the calls, as text. They take global shapes and bring their own partitioning: no `shard_map` around
 # them, `ep` innermost in the mesh, and one process for each GPU (JAX 0.11.2 or newer can lend TE its communicator).
@@ -1016,26 +1032,41 @@ quiz(
 #
 # ### Exhibit 1: whose offset
 #
-# Modelled on marin-community/marin #4746 and #4867. The author of a ragged exchange filled `output_offsets` with where
-# each chunk lands *in the rank's own buffer*. The benchmark, with a forced balanced routing, was right to the bit.
+# Modelled on marin-community/marin #4746 and #4867, where the fix came together with the first comparison against another
+# dispatcher. Two wrong ways to fill `output_offsets`, on three routings: where chunks land in the rank's *own* buffer; and
+# where the *receiver's* chunk for this rank begins, which is what you get by passing round `input_offsets`. Sizes are
+# right everywhere, so every book of 07.9 balances.
 
 # %%
 rows_named = jnp.arange(R * T * K, dtype=jnp.float32)[:, None] * jnp.ones((1, D))
-even = np.full((R, R), T * K // R, np.int32)
-for name, table in (("balanced routing", even), ("your batch", matrix)):
-    table = jnp.asarray(table, jnp.int32)
-    right = [package_ragged(table, r, capacity) for r in every_rank]
-    own = (jnp.cumsum(table, axis=0) - table).T
-    wrong = [(a, b, own[r], d) for r, (a, b, _, d) in zip(every_rank, right, strict=True)]
-    good, bad = send(rows_named, *told(right)), send(rows_named, *told(wrong))
-    print(f"{name:<17} rows in their place: {100 * float((good == bad).all(axis=1).mean()):.0f} %")
+routings = {
+    "all at home": np.diag(np.full(R, T * K)),
+    "balanced": np.full((R, R), T * K // R),
+    "your batch": matrix,
+}
+print("rows in their place".ljust(20) + "".join(name.rjust(14) for name in routings))
+for exhibit in ("own buffer", "receiver's rows"):
+    shares = []
+    for table in routings.values():
+        table = jnp.asarray(table, jnp.int32)
+        right = [package_ragged(table, r, capacity) for r in range(R)]
+        before = (
+            jnp.cumsum(table, axis=0) - table
+            if exhibit == "own buffer"
+            else jnp.cumsum(table, axis=1) - table
+        )
+        wrong = [(a, b, before[:, r], d) for r, (a, b, _, d) in enumerate(right)]
+        good, bad = send(rows_named, *told(right)), send(rows_named, *told(wrong))
+        shares.append(f"{100 * float((good == bad).all(axis=1).mean()):.0f} %")
+    print(exhibit.ljust(20) + "".join(share.rjust(14) for share in shares))
 
 # %% [markdown]
 # ### Question 07.q5
 #
-# Which test would have caught it?
+# Which test would have caught both?
 #
-# **a** a larger balanced batch · **b** a send matrix that is not symmetric · **c** one rank
+# **a** a balanced batch, compared with one device · **b** a lopsided batch, compared with one device · **c** the books of
+# a lopsided batch
 
 # %%
 quiz(
@@ -1133,6 +1164,7 @@ quiz(
 # - `exchange.py` has your four arguments, their way back, and a gradient which is that way back.
 # - `plan.py` is your bucket rule; the loop that obeys it is in `train/loop.py`.
 # - `ledger.py` keeps the books, and says in words which pair of ranks lost what.
+# - `moe-course bench dispatch` reads the bytes of every dispatcher out of its compiled program, as you did.
 #
 # ## Further reading
 #

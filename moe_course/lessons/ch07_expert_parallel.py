@@ -251,10 +251,11 @@ QUIZZES = (
         "07.q5",
         "b",
         {
-            "a": "More rows of a symmetric matrix are still symmetric: row sums and column sums agree.",
-            "b": "With sizes[s, r] unlike sizes[r, s], what a rank sends and what it receives begin at different places. "
-            "A forced balanced routing, the usual benchmark, is symmetric.",
-            "c": "Then it is one chunk at offset 0 on both sides.",
+            "a": "The send matrix of a balanced batch is symmetric: what a rank sends looks like what it receives, and the "
+            "second mistake is none. Forced balance is the usual benchmark.",
+            "b": "With sizes[s, r] unlike sizes[r, s], nothing of one side can stand in for the other. And it takes values: "
+            "a shape, a loss that falls and a balanced ledger say nothing about which row is which.",
+            "c": "All sizes are right, so every count is. The rows are in the wrong places, or lie on one another.",
         },
     ),
     Quiz(
