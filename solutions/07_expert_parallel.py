@@ -64,8 +64,9 @@ picked = jax.jit(route, static_argnames="config")(logits, config=RouterConfig(E,
 ids, weights = picked.expert_ids, picked.weights
 x = jnp.asarray(rng.normal(size=(R * T, D)), jnp.float32)
 
-who_am_i = on_ranks(lambda ids: lax.axis_index("expert") * jnp.ones(1, jnp.int32) + 0 * ids[:1, 0])
-print("ranks", jax.jit(who_am_i)(ids).tolist(), "tokens of each:", ids.shape[0] // R)
+who_am_i = jax.jit(on_ranks(lambda ids: jnp.array([lax.axis_index("expert"), len(ids)])))
+for rank, tokens in who_am_i(ids).reshape(R, 2).tolist()[:3]:
+    print(f"rank {rank} sees {tokens} tokens")
 
 # %% [markdown]
 # ### Question 07.q1
@@ -215,6 +216,10 @@ check("07.2", there)  # stuck? hint("07.2")
 # every answer above is ten times its token: rank 0's home buffer is [0, 0, 10, 20] and its places 2, 3, 4 give 10, 20
 # and, for the dropped token, 0. Answers arrive weighted: with K picks you add K of them, in float32.
 
+# %%
+again = jax.jit(on_ranks(lambda blocks: lax.all_to_all(blocks, "expert", 0, 0)))(swapped)
+print("twice, rank 2 has", again.reshape(R, R)[2].tolist())
+
 
 # %%
 def back(answers, place):
@@ -267,9 +272,8 @@ go, come = yours("07.2", package_there), yours("07.3", package_back)
 # %%
 def moe(x, expert_ids, weights, gate_up, down):
     """Chapter 06's layer in few words: every expert multiplies every row, and its share of a row is mostly 0."""
-    picks = expert_ids[:, :, None] == jnp.arange(
-        gate_up.shape[0]
-    )  # an expert of another rank has no column here
+    experts = jnp.arange(gate_up.shape[0])  # those of other ranks are not among them
+    picks = expert_ids[:, :, None] == experts
     share = jnp.where(picks, weights[:, :, None], 0).sum(axis=1)
     gate, up = jnp.split(jnp.einsum("td,edf->tef", x, gate_up), 2, axis=-1)
     return jnp.einsum("tef,efd,te->td", jax.nn.silu(gate) * up, down, share)
@@ -287,12 +291,12 @@ def serve(received, k, gate_up, down):
 
 
 def padded_layer(x, ids, weights, gate_up, down, pair):
-    copies = (
+    x, ids, weights = (
         jnp.repeat(x, K, axis=0),
         ids.reshape(-1, 1),
         weights.reshape(-1, 1),
-    )  # one wire row for each copy
-    received, place = go(wire(*copies), copies[1] // gate_up.shape[0], R, pair)
+    )  # a row for each copy
+    received, place = go(wire(x, ids, weights), ids // gate_up.shape[0], R, pair)
     return come(serve(received, 1, gate_up, down), place).reshape(-1, K, D).sum(axis=1)
 
 
@@ -314,14 +318,13 @@ def value_and_gradients(layer):
 def compare(ours, right):
     for name, value in right.items():
         error = jnp.abs(ours[name] - value).max() / jnp.abs(value).max()
-        print(
-            f"{name:<10} equal to one device up to rounding: {bool(error < 64 * jnp.finfo(jnp.float32).eps)}"
-        )
+        print(f"{name:<10} equal to one device up to rounding: {bool(error < 64 * 2**-23)}")
 
 
 pair = int(matrix.max())
 one_device = value_and_gradients(moe)
 compare(value_and_gradients(on_ranks(partial(padded_layer, pair=pair))), one_device)
+print("rows of a block:", pair)
 
 # %% [markdown]
 # The expert weights were cut over the axis with everything else: each rank held its four experts, and the gradient of
@@ -345,7 +348,6 @@ def wire_bytes(compiled):
 
 arrays = x, ids, weights, gate_up, down
 padded = jax.jit(on_ranks(partial(padded_layer, pair=pair))).lower(*arrays).compile()
-print("rows of a block:", pair)
 predict(
     "bytes of a forward pass, for each token",
     ### BEGIN ANSWER
@@ -382,8 +384,8 @@ quiz(
 # ## How large a buffer
 #
 # In the worst case all ranks send all they have to one. A buffer for that drops nothing, ever. Here is the second number
-# from the top, from a program compiled for DeepSeek-V3's shapes, one block for each pair and the blocks as large as a
-# rank's copies are many. It is compiled and never run: no such memory is touched.
+# from the top, read from a program compiled for DeepSeek-V3's shapes, each block as large as all copies of a rank. It is
+# compiled and never run: no such memory is touched.
 
 # %%
 shapes = (
@@ -575,7 +577,8 @@ print(
 # ## Ragged chunks
 #
 # Blocks are as large as the busiest pair. `lax.ragged_all_to_all` moves chunks of any size instead: each rank's rows lie
-# in one piece, sorted by receiver, and land in one dense buffer. The price is four small arrays of offsets and sizes.
+# in one piece, sorted by receiver, and land in one dense buffer. The price is four small arrays of offsets and sizes, and
+# an all-gather of the R² counts before anything moves, so that every rank knows the whole table.
 # Three ranks and the table [[2, 1, 0], [0, 3, 1], [4, 0, 2]]; a row is named sender>receiver:
 
 # %%
@@ -695,8 +698,23 @@ returned = jax.jit(on_ranks(partial(move, num_rows=T * K)))(arrived, *told(home)
 print("there and back, bit for bit:", bool((returned == in_order).all()))
 
 real = jax.jit(on_ranks(partial(move, num_rows=capacity, exchange=lax.ragged_all_to_all)))
-program = real.trace(in_order, *told(out)).lower(lowering_platforms=("cuda",)).as_text()
-print("lowered for CUDA, the real operation is there:", "ragged_all_to_all" in program)
+for_cuda = real.trace(in_order, *told(out)).lower(lowering_platforms=("cuda",)).as_text()
+print("lowered for CUDA, the real operation is there:", "ragged_all_to_all" in for_cuda)
+
+# %% [markdown]
+# Its receive buffer has room for the busiest rank, and its size stands in the program for CUDA. Predict it.
+
+# %%
+call = next(line for line in for_cuda.splitlines() if "ragged_all_to_all" in line)
+buffer_rows, width = map(int, re.search(r"-> tensor<(\d+)x(\d+)xf32>", call).groups())
+predict(
+    "bytes of the ragged receive buffer",
+    ### BEGIN ANSWER
+    asked.max() * D * 4,
+    ### END ANSWER
+    measured=buffer_rows * width * 4,
+    unit="bytes",
+)
 
 # %%
 busy = int(asked.argmax())
@@ -774,6 +792,10 @@ explore(playground, imbalance=(0.0, 1.0, 0.4), ranks=[8, 4, 16, 2], factor=(1.0,
 # row to each distinct rank, with all the token's picks beside it; the receiver makes the copies, adds up its weighted
 # answers and sends one row back. By hand, four picks, four ranks, R = 4 for padding: [2, 0, 2, 2] becomes [0, 2, 4, 4],
 # [1, 3, 0, 2] becomes [0, 1, 2, 3], [4, 4, 3, 4] becomes [3, 4, 4, 4]. Two ranks only? Then two columns are enough.
+
+# %%
+hand_owner = np.array([[2, 0, 2, 2], [1, 3, 0, 2], [4, 4, 3, 4]])
+print("ranks visited:", [np.unique(row[row < 4]).tolist() for row in hand_owner])
 
 
 # %%
@@ -861,6 +883,8 @@ compare({"output": dedup(*arrays)}, {"output": one_device["output"]})
 print(
     f"rows on the wire: {visit_matrix.sum()} for {matrix.sum()} copies; rows of a block: {short}, not {pair}"
 )
+
+# %%
 predict(
     "bytes of a forward pass, for each token",
     ### BEGIN ANSWER
@@ -909,8 +933,9 @@ for name, rows in (
 # | received | receiver | row = *receiver* | [[3, 0], [1, 2]] |
 # | computed | receiver | | [3, 3] |
 #
-# These books balance. If rank 1 had room for two rows only, sent, received, computed and combined would say 2 fewer or 1
-# fewer somewhere, and made would not.
+# These books balance. Had rank 1 room for two rows only, its own second copy, last in line, would be cut: sent and combined
+# [[3, 1], [0, 1]], received [[3, 0], [1, 1]], computed [3, 2]. They agree with one another and not with made, and one copy
+# is dropped, from rank 1 for rank 1.
 
 
 # %%
