@@ -3,7 +3,8 @@
 #
 # A layer of DeepSeek-V3 has 256 experts, and a token picks eight. Put 32 experts on each of eight GPUs. To how many of
 # the GPUs does a token travel? And how many gigabytes must a GPU keep free for the tokens that others may send it, so
-# that none is ever turned away? There are 24,576 tokens on each GPU, of 7,168 numbers in bfloat16. Write down two numbers.
+# that none is ever turned away? There are 24,576 tokens on each GPU, of 7,168 numbers in bfloat16. Write down two
+# numbers.
 #
 # Until now every expert was here. From now on a rank (one device of the expert axis) owns some of the experts, tokens
 # travel to them, answers travel back. This is where MoE training spends its communication, and where wrong offsets go
@@ -383,9 +384,10 @@ quiz(
 # %% [markdown]
 # ## How large a buffer
 #
-# In the worst case all ranks send all they have to one. A buffer for that drops nothing, ever. Here is the second number
-# from the top, read from a program compiled for DeepSeek-V3's shapes, each block as large as all copies of a rank. It is
-# compiled and never run: no such memory is touched.
+# In the worst case all ranks send all they have to one. A buffer for that drops nothing, ever. Six sequences of 4,096
+# tokens on each GPU, as in a run that NVIDIA published, are 24,576. Here is the second number from the top, read from a
+# program compiled for DeepSeek-V3's shapes, each block as large as all copies of a rank. It is compiled and never run:
+# no such memory is touched.
 
 # %%
 shapes = (
@@ -416,19 +418,15 @@ predict(
 #
 # The rule for the size. · difficulty ●● · 10 minutes · used again in 10, 12
 #
-# Ours: start at `factor` times the balanced need, and whenever a step would overflow, double. Never above the worst case,
-# where nothing can overflow; always a multiple of R, so that padded blocks divide it. By hand: 5 tokens, 3 picks, 4 ranks,
-# 64 experts. Balanced is 15, so at factor 1 bucket 0 has 16 rows, bucket 1 has 32, bucket 2 has 60, and bucket 3 too: the
-# worst case is 4 ranks times 15 copies. With one expert on each rank it would be 4 times 5: no token has two copies for
-# one expert.
+# Ours: start at `factor` times the balanced need, and whenever a step would overflow, double. Never above the worst
+# case, where nothing can overflow; always a multiple of R, so that padded blocks divide it. By hand: 5 tokens, 3 picks,
+# 4 ranks, 64 experts. Balanced is 15, so at factor 1 bucket 0 has 16 rows, bucket 1 has 32, bucket 2 has 60, and bucket
+# 3 too: the worst case is 4 ranks times 15 copies. With one expert on each rank it would be 4 times 5: no token has two
+# copies for one expert.
 
 # %%
-print(
-    "worst case, 64 experts:",
-    worst_case_capacity(5, 3, 64, 4),
-    " 4 experts:",
-    worst_case_capacity(5, 3, 4, 4),
-)
+for experts in (64, 4):
+    print(f"worst case with {experts} experts: {worst_case_capacity(5, 3, experts, 4)} rows")
 
 
 # %%
@@ -566,20 +564,16 @@ plots.show(
     fig,
     f"Factor 2 drops rows in {over.sum()} steps, unseen; the bucket rule repeats {again} steps and drops none",
 )
-print(
-    "overflows that the looks saw:",
-    int(over[20::20].sum()),
-    " programs that the bucket rule compiled:",
-    len(set(room)),
-)
+print("overflows that the looks saw:", int(over[20::20].sum()))
+print("programs that the bucket rule compiled:", len(set(room)))
 
 # %% [markdown]
 # ## Ragged chunks
 #
-# Blocks are as large as the busiest pair. `lax.ragged_all_to_all` moves chunks of any size instead: each rank's rows lie
-# in one piece, sorted by receiver, and land in one dense buffer. The price is four small arrays of offsets and sizes, and
-# an all-gather of the R² counts before anything moves, so that every rank knows the whole table.
-# Three ranks and the table [[2, 1, 0], [0, 3, 1], [4, 0, 2]]; a row is named sender>receiver:
+# Blocks are as large as the busiest pair. `lax.ragged_all_to_all` moves chunks of any size instead: each rank's rows
+# lie in one piece, sorted by receiver, and land in one dense buffer. The price is four small arrays of offsets and
+# sizes, and an all-gather of the R² counts before anything moves, so that every rank knows the whole table. Three ranks
+# and the table [[2, 1, 0], [0, 3, 1], [4, 0, 2]]; a row is named sender>receiver:
 
 # %%
 hand = np.array([[2, 1, 0], [0, 3, 1], [4, 0, 2]])
@@ -630,10 +624,10 @@ check("07.6", ragged_there)  # stuck? hint("07.6")
 #
 # The same chunks, the other way. · difficulty ●● · 10 minutes · used again in 12
 #
-# Back, a rank sends what it received, from where it landed to where it was taken from. So the way back, like the gradient
-# of the way there, is the same operation with other arguments. By hand, rank 0 above: it received 2 rows from rank 0 at
-# row 0 and 4 rows from rank 2 at row 2. It sends 2, 0, 4 rows, taken from rows 0, -, 2; they land at rows 0, -, 0 of their
-# owners; and it expects 2, 1, 0 rows, its own that come home.
+# Back, a rank sends what it received, from where it landed to where it was taken from. So the way back, like the
+# gradient of the way there, is the same operation with other arguments. By hand, rank 0 above: it received 2 rows from
+# rank 0 at row 0 and 4 rows from rank 2 at row 2. It sends 2, 0, 4 rows, taken from rows 0, -, 2; they land at rows 0,
+# -, 0 of their owners; and it expects 2, 1, 0 rows, its own that come home.
 
 
 # %%
@@ -656,8 +650,8 @@ check("07.7", ragged_back)  # stuck? hint("07.7")
 
 # %% [markdown]
 # Now with real rows. XLA has no ragged all-to-all for CPUs, so the package has an emulation of the same contract, which
-# gathers everything and keeps what was sent here: right results, absurd traffic. On a GPU the real one runs; the last line
-# below lowers it for CUDA and looks. (No GPU ran it here.)
+# gathers everything and keeps what was sent here: right results, absurd traffic. On a GPU the real one runs; the last
+# lines below lower it for CUDA and look. (No GPU ran it here.)
 
 
 # %%
@@ -903,18 +897,20 @@ predict(
 # of G ranks, R = N G, rows for each token and way are
 #
 # - across nodes: (N - 1)/N · N (1 - C(E - E/N, K) / C(E, K)), the same formula with nodes for ranks, less the own node,
-# - within nodes: at most R (1 - C(E - E/R, K) / C(E, K)), as before.
+# - within nodes: at most R (1 - C(E - E/R, K) / C(E, K)), as before,
+#
+# and a row is 2 D bytes in bfloat16. Eight nodes of eight, DeepSeek-V3's experts and width:
+
 
 # %%
-visited = lambda places: places * (1 - math.comb(256 - 256 // places, 8) / math.comb(256, 8))  # noqa: E731
-for name, rows in (
-    ("a row for each pick", 8 * 7 / 8),
-    ("each rank once", visited(64) * 7 / 8),
-    ("each node once", visited(8) * 7 / 8),
-):
-    print(
-        f"{name:<20}{rows:.2f} rows across nodes for each token, {rows * 7_168 * 2 / 1e3:.0f} kB in bfloat16"
-    )
+def visited(places):  # ranks, or nodes
+    return places * (1 - math.comb(256 - 256 // places, 8) / math.comb(256, 8))
+
+
+ways = {"a row for each pick": 8, "each rank once": visited(64), "each node once": visited(8)}
+for name, rows in ways.items():
+    rows = rows * 7 / 8  # one node of eight is its own
+    print(f"{name:<20}{rows:.2f} rows across nodes for each token, {rows * 2 * 7.168:.0f} kB")
 
 # %% [markdown]
 # DeepSeek-V3 goes further and lets the router help: group-limited picks (chapter 02), with a node as group, bound the
@@ -933,9 +929,9 @@ for name, rows in (
 # | received | receiver | row = *receiver* | [[3, 0], [1, 2]] |
 # | computed | receiver | | [3, 3] |
 #
-# These books balance. Had rank 1 room for two rows only, its own second copy, last in line, would be cut: sent and combined
-# [[3, 1], [0, 1]], received [[3, 0], [1, 1]], computed [3, 2]. They agree with one another and not with made, and one copy
-# is dropped, from rank 1 for rank 1.
+# These books balance. Had rank 1 room for two rows only, its own second copy, last in line, would be cut: sent and
+# combined [[3, 1], [0, 1]], received [[3, 0], [1, 1]], computed [3, 2]. They agree with one another and not with made,
+# and one copy is dropped, from rank 1 for rank 1.
 
 
 # %%
@@ -1058,10 +1054,10 @@ quiz(
 #
 # ### Exhibit 1: whose offset
 #
-# Modelled on marin-community/marin #4746 and #4867, where the fix came together with the first comparison against another
-# dispatcher. Two wrong ways to fill `output_offsets`, on three routings: where chunks land in the rank's *own* buffer; and
-# where the *receiver's* chunk for this rank begins, which is what you get by passing round `input_offsets`. Sizes are
-# right everywhere, so every book of 07.9 balances.
+# Modelled on marin-community/marin #4746 and #4867, where the fix came together with a comparison against another
+# dispatcher. Two wrong ways to fill `output_offsets`, on three routings: where chunks land in the rank's *own*
+# buffer; and where the *receiver's* chunk for this rank begins, which is what you get by passing round `input_offsets`.
+# Sizes are right everywhere, so every book of 07.9 balances.
 
 # %%
 rows_named = jnp.arange(R * T * K, dtype=jnp.float32)[:, None] * jnp.ones((1, D))
@@ -1107,7 +1103,8 @@ quiz(
 #
 # Expert gradients too large, or too small, by the number of ranks: databricks/megablocks #20, pytorch/torchtitan #1551,
 # deepspeedai/DeepSpeed #5259. In JAX the shortest way there is a gradient taken *inside* `shard_map` with replication
-# checking off (jax-ml/jax #3970). The loss is w² times the sum of 0, 1, ..., 7, at w = 2, so its gradient is 4 · 28 = 112.
+# checking off (jax-ml/jax #3970). The loss is w² times the sum of 0, 1, ..., 7, at w = 2: a
+# gradient of 4 · 28 = 112.
 
 
 # %%
