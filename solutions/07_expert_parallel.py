@@ -1000,15 +1000,17 @@ quiz(
 # %% [markdown]
 # ## The Transformer Engine way
 #
-# TE's `transformer_engine.jax.ep` wraps NCCL's expert parallelism: one kernel sorts, deduplicates, sends over NVLink or
-# the network and groups by expert. Our contract has its shapes, so that either can stand behind the same layer. N
-# devices, C receive rows on each.
+# TE's `transformer_engine.jax.ep` wraps NCCL's expert parallelism: one operation that sends each token once over the
+# network and groups the rows by expert where they arrive. Our contract has its shapes, so that either can stand behind
+# the same layer. N devices, C receive rows on each.
 #
 # | ours | TE 2.20.2 | differences |
 # |---|---|---|
 # | `DispatchPlan(num_experts=)` | `ep_bootstrap(num_experts=)` | once for each process, eagerly, inside the mesh |
 # | `DispatchPlan(ranks=)` | the mesh's `ep` axis | at least 2 |
-# | `DispatchPlan(capacity=)` | `recv_capacity_per_rank`, in both calls | static, both |
+# | `DispatchPlan(capacity=)` | `recv_capacity_per_rank`, of `ep_bootstrap` and `ep_dispatch` | static, both |
+# | devices, from the mesh | `ep_bootstrap(world_size=, rank=)` | None: the mesh's size, this process |
+# | | `ep_bootstrap(max_num_sms=)` | 0 means 32 SMs for the transport |
 # | tokens of a device, from `x` | `ep_bootstrap(max_tokens_per_rank=)` | an upper bound |
 # | D, from `x` | `ep_bootstrap(hidden_dim=)` | |
 # | K, from `expert_ids` | `EpLayerConfig(top_k=)` | one for all layers, unless XLA lends its communicator |
@@ -1048,7 +1050,7 @@ quiz(
 #         return ep_combine(cfg, handle, sizes, y, x.shape[0]), demand
 # ```
 #
-# It needs Hopper or newer, NVLink or a network that NCCL's kernels know, and at least two GPUs.
+# It needs Hopper or newer, NCCL 2.30.4 or newer, and at least two GPUs; TE's own tests want four, with NVLink.
 #
 # ## Bug museum
 #
@@ -1066,17 +1068,13 @@ routings = {
     "balanced": np.full((R, R), T * K // R),
     "your batch": matrix,
 }
-print("rows in their place".ljust(20) + "".join(name.rjust(14) for name in routings))
+print("in their place".ljust(20) + "".join(name.rjust(14) for name in routings))
 for exhibit in ("own buffer", "receiver's rows"):
     shares = []
     for table in routings.values():
         table = jnp.asarray(table, jnp.int32)
         right = [package_ragged(table, r, capacity) for r in range(R)]
-        before = (
-            jnp.cumsum(table, axis=0) - table
-            if exhibit == "own buffer"
-            else jnp.cumsum(table, axis=1) - table
-        )
+        before = jnp.cumsum(table, axis=0 if exhibit == "own buffer" else 1) - table
         wrong = [(a, b, before[:, r], d) for r, (a, b, _, d) in enumerate(right)]
         good, bad = send(rows_named, *told(right)), send(rows_named, *told(wrong))
         shares.append(f"{100 * float((good == bad).all(axis=1).mean()):.0f} %")
@@ -1103,8 +1101,7 @@ quiz(
 #
 # Expert gradients too large, or too small, by the number of ranks: databricks/megablocks #20, pytorch/torchtitan #1551,
 # deepspeedai/DeepSpeed #5259. In JAX the shortest way there is a gradient taken *inside* `shard_map` with replication
-# checking off (jax-ml/jax #3970). The loss is w² times the sum of 0, 1, ..., 7, at w = 2: a
-# gradient of 4 · 28 = 112.
+# checking off (jax-ml/jax #3970). The loss is w² times the sum of 0, 1, ..., 7, at w = 2: its gradient is 4 · 28 = 112.
 
 
 # %%

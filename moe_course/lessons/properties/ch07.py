@@ -30,6 +30,14 @@ def gradient_on_ranks(loss, *args, case: str):
     return np.asarray(_run(jax.grad(lambda *a: shares(*a).sum()), args, case))
 
 
+def several(value, count: int, *, case: str, names: str):
+    """The ``count`` results; a single array is called that, though inside a program it is a tracer."""
+    if hasattr(value, "shape"):
+        why = f"Return {names}, in this order."
+        raise Broken(case, f"one array of shape {value.shape}", f"a tuple ({names})", why)
+    return items(value, count, case=case, names=names)
+
+
 def _stacked(fn, ranks):
     def one_rank(*args):
         return jax.tree.map(lambda a: jnp.asarray(a)[None], fn(*(a[0] for a in args)))
@@ -166,7 +174,7 @@ def _there(fn, x, owner, pair, case, why="") -> None:
     ranks = len(x)
 
     def run(x, owner):
-        return items(fn(x, owner, ranks, pair), 2, case=case, names="received, place")
+        return several(fn(x, owner, ranks, pair), 2, case=case, names="received, place")
 
     received, place = on_ranks(run, x, owner, case=case)
     sent, places = blocks_of(x, owner, pair)
@@ -260,6 +268,9 @@ def _back(fn, answers, place, case, why="") -> None:
             own, place
         ),
         "This is the mean over the picks. The rows are weighted already: add.": right / place.shape[2],
+        "Added up over the ranks: but token 0 of one rank is not token 0 of another.": np.broadcast_to(
+            right.sum(0), right.shape
+        ),
         "Every token is there R times: each rank has its own tokens, so nothing is left to sum over ranks.": len(
             place
         )

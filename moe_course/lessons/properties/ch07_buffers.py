@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 
-from moe_course.lessons.compare import close, items, same
+from moe_course.lessons.compare import close, same
 from moe_course.lessons.exercise import Broken, holds
-from moe_course.lessons.properties.ch07 import on_ranks
+from moe_course.lessons.properties.ch07 import on_ranks, several
 
 # ---------------------------------------------------------------- 07.4 the bucket
 
@@ -104,7 +104,7 @@ def python_int(fn) -> int:
 
 def _guard(fn, state, new, demand, capacity, case, why="") -> None:
     def run(state, new, demand):
-        return items(fn(state, new, demand, capacity), 2, case=case, names="state, overflow")
+        return several(fn(state, new, demand, capacity), 2, case=case, names="state, overflow")
 
     kept, overflow = on_ranks(run, state, new, np.asarray(demand, np.int32), case=case)
     expected = max(demand) > capacity

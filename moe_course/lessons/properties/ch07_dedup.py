@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_course.lessons.compare import items, same
+from moe_course.lessons.compare import same
 from moe_course.lessons.exercise import Broken, holds
 from moe_course.lessons.learner import compiled
-from moe_course.lessons.properties.ch07 import owners_of
+from moe_course.lessons.properties.ch07 import owners_of, several
 
 # ---------------------------------------------------------------- 07.8 dedup
 
@@ -95,7 +95,7 @@ def books_of(ranks, seed) -> dict:
 
 def _audit(fn, books, balanced, case, why="") -> None:
     args = [np.ascontiguousarray(books[name], np.int32) for name in STATIONS]
-    found = items(fn(*args), 2, case=case, names="dropped, balanced")
+    found = several(fn(*args), 2, case=case, names="dropped, balanced")
     dropped = books["made"] - books["combined"]
     lines = {
         "Copies that were made and not combined: the other way round.": -dropped,

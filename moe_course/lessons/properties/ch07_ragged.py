@@ -3,9 +3,10 @@
 import jax
 import numpy as np
 
-from moe_course.lessons.compare import items, same
+from moe_course.lessons.compare import same
 from moe_course.lessons.exercise import Broken, holds
 from moe_course.lessons.learner import compiled
+from moe_course.lessons.properties.ch07 import several
 
 HAND = np.array([[2, 1, 0], [0, 3, 1], [4, 0, 2]], np.int32)
 """Not symmetric, so that no mistake of sides hides."""
@@ -49,7 +50,7 @@ def _where(mask, found, what, case):
 def _arguments(fn, sizes, capacity, case, why="") -> int:
     ranks = len(sizes)
     program = jax.jit(
-        lambda sizes, rank: tuple(items(fn(sizes, rank, capacity), 4, case=case, names=", ".join(NAMES)))
+        lambda sizes, rank: tuple(several(fn(sizes, rank, capacity), 4, case=case, names=", ".join(NAMES)))
     )
     starts, kept, lands = layout(sizes, capacity)
     own_view = np.cumsum(kept, axis=0) - kept
@@ -139,7 +140,7 @@ def move(operands, chunks, num_rows):
 
 def _backs(fn, sizes, capacity, case):
     """(what the learner's function says for every rank, the layout there)."""
-    program = jax.jit(lambda *args: tuple(items(fn(*args), 4, case=case, names=", ".join(NAMES))))
+    program = jax.jit(lambda *args: tuple(several(fn(*args), 4, case=case, names=", ".join(NAMES))))
     there = [a.astype(np.int32) for a in layout(sizes, capacity)]
     found = [
         compiled(program, *there, np.int32(r), case=f"{case}, rank {r}", why=WHY) for r in range(len(sizes))
