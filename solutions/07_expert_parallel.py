@@ -559,7 +559,7 @@ ax.vlines(steps[20::20], 0.8, 0.88, color=red, lw=2)
 ax.annotate("capacity, bucket rule", (62, 2.54), color=blue)
 ax.annotate("capacity, factor 2", (1, 2.04), color=red)
 ax.annotate("looks", (22, 0.8), color=red, fontsize=9)
-ax.set(xlabel="step", ylabel="rows / balanced need", ylim=(0.78, 2.75))
+ax.set(xlabel="step", ylabel="rows / balanced need", ylim=(0.78, 2.75), yticks=[1, 1.5, 2, 2.5])
 plots.show(
     fig,
     f"Factor 2 drops rows in {over.sum()} steps, unseen; the bucket rule repeats {again} steps and drops none",
