@@ -6,7 +6,7 @@ fast links to the ranks of its node that own its experts. On the way back sums a
 the ranks of its node, and at home, over the nodes. Rows per token and way for uniform picks, N nodes, R ranks:
 
     across   N (1 - C(E - E/N, K) / C(E, K))        256 experts, K = 8: 3.6 over 4 nodes, where dedup
-    within   R (1 - C(E - E/R, K) / C(E, K))        over 32 ranks sends 7.2
+    within   R (1 - C(E - E/R, K) / C(E, K))        over 32 ranks sends 7.3
 
 The mesh has two axes, ``node`` outside ``expert``; rank r is (n, l) = divmod(r, R/N). A relay holds at most N T
 rows, and never more than its node was asked for, so the relay buffer cuts nothing while demand <= capacity. The

@@ -31,6 +31,8 @@ def test_the_parser_counts_results_and_the_operand_of_a_reduce_scatter():
 def test_b70_rows_per_token_closed_form():
     assert round(rows_per_token(256, 8, 8), 3) == 5.295
     assert round(rows_per_token(256, 8, 64), 3) == 7.676
+    assert round(rows_per_token(256, 8, 4), 1) == 3.6
+    assert round(rows_per_token(256, 8, 32), 1) == 7.3
     rng = np.random.default_rng(0)
     picks = rng.random((20_000, 64)).argsort(1)[:, :8] // 8
     drawn = np.mean([len(set(row)) for row in picks])

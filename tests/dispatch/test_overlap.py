@@ -154,7 +154,7 @@ def test_waves_share_tokens_and_capacity():
         assert np.array_equal(join_waves([part for part, _, _ in parts]), x)
         with pytest.raises(SettingError, match="6 tokens per device do not divide into 4 waves"):
             split_waves(x, routing, replace(plan, waves=4))
-    with pytest.raises(SettingError, match="512 tokens per device do not divide into 3 waves. Set --waves"):
+    with pytest.raises(SettingError, match="512 tokens per device do not divide into 3 waves"):
         TrainConfig(waves=3).validate()
     assert one_wave(plan) == DispatchPlan(4, 4, 8)  # 20 / 3, up to a multiple of the ranks
     assert [part.shape for part, _, _ in split_waves(x, routing, replace(plan, waves=2))] == [(12, 1)] * 2
