@@ -1052,6 +1052,18 @@ predict(
 # | `NVFP4()` | `NVFP4BlockScaling` | yes | no | data-centre Blackwell (SM100) |
 # | `FP8BlockScaling()` | `Float8BlockScaling` | no, PyTorch only | no | |
 #
+# And how the options are called:
+#
+# | ours | Transformer Engine |
+# |---|---|
+# | `grouped_gemm(..., recipe=MXFP8())`, an argument | `with autocast(enabled=True, recipe=...)`, a context |
+# | `MXFP8(gradient="e5m2")` | `MXFP8BlockScaling`, `fp8_format` HYBRID |
+# | `MXFP8("floor")` | none: it always rounds up |
+# | `NVFP4(hadamard=False)` | `NVFP4BlockScaling`, `disable_rht` |
+# | `NVFP4(stochastic_rounding=False)` | `NVFP4BlockScaling`, `disable_stochastic_rounding` |
+# | `NVFP4(square_weights=False)` | `NVFP4BlockScaling`, `disable_2d_quantization` |
+# | `FP8DelayedScaling(history=..., algorithm=...)` | `DelayedScaling`, `amax_history_len`, `amax_compute_algo` |
+#
 # DeepSeek-V3's tiles are not in TE for JAX: where this course follows that model on a GPU, MXFP8 stands in for them.
 #
 # `autocast` asserts that the GPU supports the recipe; `is_quantize_recipe_supported(name)` asks without raising, and
@@ -1081,8 +1093,9 @@ quiz(
 #
 # ### Room 1: the empty block
 #
-# Reported for flashinfer (#3448), Model-Optimizer (#1898) and cache-dit (#1097). The exhibit, on 64 rows of which the
-# last 32 are padding:
+# Reported for flashinfer (#3448), Model-Optimizer (#1898) and cache-dit (#1097); on a CPU also the quantiser behind
+# `jax.nn.scaled_dot_general` and the pure-JAX path of Transformer Engine do it. The exhibit, on 64 rows of which the last
+# 32 are padding:
 
 
 # %%
