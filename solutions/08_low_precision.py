@@ -364,6 +364,7 @@ def microscope(numbers, outlier, elements, rule):
     for which, mark, color in ((~lost & ~clipped, "o", blue), (clipped, "o", red), (lost, "x", red)):
         top.plot(np.flatnonzero(which), back[which], mark, color=color, ms=6, mew=2)
     top.axhline(0, color=plots.INK, lw=0.8)
+    top.margins(y=0.12)
     top.set(ylabel="value", xticks=[], xlim=(-1, 32), yscale="symlog" if abs(x).max() > 8 else "linear")
     bottom.bar(range(32), error, color=[red if bad else blue for bad in lost | clipped], width=0.8)
     bottom.set(ylabel="error, %", xlabel="place in the block", xlim=(-1, 32), xticks=range(0, 32, 4))
