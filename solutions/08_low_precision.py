@@ -365,6 +365,7 @@ def microscope(numbers, outlier, elements, rule):
     for which, mark, color in ((~lost & ~clipped, "o", blue), (clipped, "o", red), (lost, "x", red)):
         top.plot(np.flatnonzero(which), back[which], mark, color=color, ms=6, mew=2)
     top.axhline(0, color=plots.INK, lw=0.8)
+    top.margins(y=0.12)
     top.set(ylabel="value", xticks=[], xlim=(-1, 32), yscale="symlog" if abs(x).max() > 8 else "linear")
     bottom.bar(range(32), error, color=[red if bad else blue for bad in lost | clipped], width=0.8)
     bottom.set(ylabel="error, %", xlabel="place in the block", xlim=(-1, 32), xticks=range(0, 32, 4))
@@ -1100,6 +1101,18 @@ quiz(
 # | `NVFP4()` | `NVFP4BlockScaling` | yes | no | data-centre Blackwell (SM100) |
 # | `FP8BlockScaling()` | `Float8BlockScaling` | no, PyTorch only | no | |
 #
+# And how the options are called:
+#
+# | ours | Transformer Engine |
+# |---|---|
+# | `grouped_gemm(..., recipe=MXFP8())`, an argument | `with autocast(enabled=True, recipe=...)`, a context |
+# | `MXFP8(gradient="e5m2")` | `MXFP8BlockScaling`, `fp8_format` HYBRID |
+# | `MXFP8("floor")` | none: it always rounds up |
+# | `NVFP4(hadamard=False)` | `NVFP4BlockScaling`, `disable_rht` |
+# | `NVFP4(stochastic_rounding=False)` | `NVFP4BlockScaling`, `disable_stochastic_rounding` |
+# | `NVFP4(square_weights=False)` | `NVFP4BlockScaling`, `disable_2d_quantization` |
+# | `FP8DelayedScaling(history=..., algorithm=...)` | `DelayedScaling`, `amax_history_len`, `amax_compute_algo` |
+#
 # DeepSeek-V3's tiles are not in TE for JAX: where this course follows that model on a GPU, MXFP8 stands in for them.
 #
 # `autocast` asserts that the GPU supports the recipe; `is_quantize_recipe_supported(name)` asks without raising, and
@@ -1129,8 +1142,9 @@ quiz(
 #
 # ### Room 1: the empty block
 #
-# Reported for flashinfer (#3448), Model-Optimizer (#1898) and cache-dit (#1097). The exhibit, on 64 rows of which the
-# last 32 are padding:
+# Reported for flashinfer (#3448), Model-Optimizer (#1898) and cache-dit (#1097); on a CPU also the quantiser behind
+# `jax.nn.scaled_dot_general` and the pure-JAX path of Transformer Engine do it. The exhibit, on 64 rows of which the last
+# 32 are padding:
 
 
 # %%
@@ -1250,7 +1264,8 @@ quiz(
 # - `groups.py` is 08.6; `recipes.py` a table of six operands for each recipe.
 # - The grouped product saves wgrad's copy of the rows in the forward pass, under a name, and not the rows.
 #
-# `moe-course bench quant-error` compares formats with a published table and recipes with float32.
+# `moe-course train --recipe mxfp8` trains a model with it, emulated. `moe-course bench quant-error` compares formats with
+# a published table and recipes with float32, `bench parity-run` compares trainings.
 #
 # ## Further reading
 #
