@@ -66,6 +66,12 @@ class TrainConfig:
     capacity_factor: float = 2.0
     """Receive buffer as a multiple of the balanced need. Too small costs a re-run step, never a token."""
 
+    remat: Literal["none", "full", "attention", "experts"] = "none"
+    """What of each layer is kept for the backward pass besides its input: none recomputes nothing, full recomputes
+    all, attention keeps attention's output, experts that and what the experts' backward pass needs."""
+    scan_layers: bool = True
+    """Compile layers of a kind as one loop, so that depth costs no compile time; otherwise one by one."""
+
     eval_every: int = 200
     eval_bytes: int = 32_768
     """Held-out bytes per domain and evaluation."""
@@ -113,7 +119,7 @@ class TrainConfig:
         """The settings that decide the numbers. The rest (mesh, kernels, how often to save) may differ on
         resume."""
         free = (
-            "mesh devices dispatcher waves backend capacity_factor eval_every eval_bytes final_eval_bytes "
+            "mesh devices dispatcher waves backend capacity_factor remat scan_layers eval_every eval_bytes final_eval_bytes "
             "checkpoint_every keep_checkpoints"
         ).split()
         return {name: value for name, value in asdict(self).items() if name not in free}
