@@ -43,7 +43,7 @@ def apply_layers(
     """Run ``carry, output = apply(layer, carry, input)`` over the layers; (last carry, outputs stacked).
 
     ``inputs`` has a leading layer axis like the stack. Without ``scan`` the program holds every layer
-    (the same function and the same arguments; results differ by rounding at most).
+    (the same function and the same arguments; results differ by rounding at most), which XLA:CPU runs faster.
     """
     return lax.scan(lambda carry, xs: apply(xs[0], carry, xs[1]), carry, (stack, inputs), unroll=not scan)
 
