@@ -10,6 +10,7 @@ from datetime import date
 from importlib import resources
 
 from moe_course.errors import SettingError
+from moe_course.scaling.layout import Layout
 from moe_course.scaling.shape import ModelShape, from_published
 
 
@@ -86,6 +87,43 @@ PUBLISHERS = {
     "JAX-Toolbox": "jax-toolbox",
     "DeepSeek-V3 Technical": "deepseek",
 }
+
+
+DISPATCHERS = {
+    "alltoall": "all_to_all",
+    "hybridep": "hierarchical",
+    "deepep": "hierarchical",
+    "nccl-ep": "hierarchical",
+}
+
+
+def layout_of(run: Run) -> Layout:
+    """The layout that a published row describes; what it leaves open stays unknown."""
+    row, sizes = run.row, run.row["parallelism"]
+    dispatcher = (row["dispatcher"] or "hybridep").split()[0]
+    graphs = (row.get("cuda_graphs") or {}).get("impl")
+    again = row["recompute"] or ()
+    overlap = row["overlap"] or {}
+    one = lambda key: sizes.get(key) or 1  # noqa: E731
+    return Layout(
+        gpus=row["hardware"]["gpus"],
+        ep=one("ep"),
+        tp=one("tp"),
+        pp=one("pp"),
+        vpp=one("vpp") if one("pp") > 1 else 1,
+        cp=one("cp"),
+        etp=one("etp"),
+        fsdp=bool(sizes.get("fsdp")),
+        seq_len=row["seq_len"],
+        global_batch=row["global_batch"],
+        micro_batch=row["micro_batch"] or 1,
+        precision=row["precision"],
+        recompute=tuple(again.split() if isinstance(again, str) else again),
+        dispatcher=DISPATCHERS.get(dispatcher, "hierarchical"),
+        overlap=overlap.get("ep_a2a_1f1b"),
+        graphs={"transformer_engine": "partial", "full_iteration": "full", "none": "none"}.get(graphs),
+        real_routing=(row.get("routing") or "").startswith("real"),
+    )
 
 
 def _complete(row: dict) -> bool:

@@ -40,6 +40,8 @@ class ModelShape:
     """Tokens that a windowed layer attends to; half of the layers are windowed if this is not 0."""
     other_weights: int = 0
     """Matrix entries outside of attention, feed-forward and head, all layers together (Mamba)."""
+    biased_experts: bool = False
+    """GPT-OSS: biases and a clamp inside the experts, which grouped kernels did not fuse for long."""
     q_rank: int = 0
     kv_rank: int = 0
 
@@ -59,6 +61,13 @@ class ModelShape:
         if self.window and window and seq_len > self.window:
             spans = (full + _mean_window(seq_len, self.window)) / 2
         return self.heads * (self.qk_dim + self.v_dim) * spans
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers per token that a ring of context-parallel GPUs passes on: keys and values of all heads."""
+        if self.kv_rank:
+            return self.heads * (self.qk_dim + self.v_dim)
+        return self.attention_weights // self.d_model - 2 * self.heads * self.qk_dim
 
     @property
     def routed_parameters(self) -> int:
@@ -164,6 +173,7 @@ def from_published(model: dict) -> ModelShape:
         mtp=m.get("mtp") or 0,
         window=128 if "sliding window 128" in note else 0,
         other_weights=NANO_MAMBA_WEIGHTS if hybrid else 0,
+        biased_experts=m["name"].startswith("GPT-OSS"),
         **attention,
     )
 

@@ -37,7 +37,7 @@ def test_every_machine_names_its_sources():
     [
         ("gb200", "GB200 NVL72"),
         ("NVIDIA H200", "H200 SXM"),
-        ("H100 96GB HBM2e", "H100 SXM"),
+        ("H100 96GB HBM2e 500W", "H100 SXM 500 W"),
         ("TPU v6e", "TPU v6e"),
     ],
 )
