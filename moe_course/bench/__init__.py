@@ -20,6 +20,7 @@ BENCHES = {
     "moe-layer": "moe_course.bench.moe_layer",
     "notebooks": "moe_course.bench.notebooks",
     "parity-run": "moe_course.bench.parity_run",
+    "planner": "moe_course.bench.planner",
     "quant-error": "moe_course.bench.quant_error",
     "train-step": "moe_course.bench.train_step",
 }

@@ -7,7 +7,9 @@ less (Huber), and a prior keeps constants near what microbenchmarks suggest. No 
 """
 
 import functools
+import json
 from dataclasses import dataclass, fields
+from importlib import resources
 
 import numpy as np
 
@@ -157,3 +159,39 @@ def summary(rows) -> dict[str, float]:
         "p90_abs_error": round(float(np.quantile(np.abs(errors), 0.9)), 4),
         "bias": round(float(np.median(errors)), 4),
     }
+
+
+# --- the shipped calibration ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants, and the out-of-source errors that are printed beside every prediction."""
+
+    constants: Constants
+    median_abs_error: float
+    p90_abs_error: float
+    rows: int
+
+    def describe(self) -> str:
+        """In words."""
+        return (
+            f"half of {self.rows} published runs, each predicted without its source, are within "
+            f"{self.median_abs_error:.0%}; nine of ten within {self.p90_abs_error:.0%}"
+        )
+
+
+@functools.cache
+def shipped() -> Calibration:
+    """``data/calibration.json``: the fit takes seconds, a prediction should not. A test fits again and compares."""
+    stored = json.loads(
+        (resources.files("moe_course.scaling") / "data" / "calibration.json").read_text("utf-8")
+    )
+    figures = {key: stored[key] for key in ("median_abs_error", "p90_abs_error", "rows")}
+    return Calibration(Constants(**stored["constants"]), **figures)
+
+
+def as_json() -> dict:
+    """What ``data/calibration.json`` holds."""
+    constants = {name: float(f"{getattr(calibrated(), name):.4g}") for name in NAMES}
+    return {**summary(held_out()), "constants": constants}

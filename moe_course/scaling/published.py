@@ -89,6 +89,9 @@ PUBLISHERS = {
 }
 
 
+WITHOUT_GRAPHS = ("megatron-gb200-guide", "torchtitan", "nemo-automodel", "deepseek")
+"""Where an unnamed CUDA graph is none: the guide adds them as a step; the others' pages do not know them. DeepSeek's
+DualPipe (arXiv 2412.19437, section 3.2.1) overlaps dispatch, which its row does not say."""
 DISPATCHERS = {
     "alltoall": "all_to_all",
     "hybridep": "hierarchical",
@@ -120,8 +123,10 @@ def layout_of(run: Run) -> Layout:
         precision=row["precision"],
         recompute=tuple(again.split() if isinstance(again, str) else again),
         dispatcher=DISPATCHERS.get(dispatcher, "hierarchical"),
-        overlap=overlap.get("ep_a2a_1f1b"),
-        graphs={"transformer_engine": "partial", "full_iteration": "full", "none": "none"}.get(graphs),
+        overlap=True if run.publisher == "deepseek" else overlap.get("ep_a2a_1f1b"),
+        graphs={"transformer_engine": "partial", "full_iteration": "full", "none": "none"}.get(
+            graphs, "none" if run.publisher in WITHOUT_GRAPHS else None
+        ),
         real_routing=(row.get("routing") or "").startswith("real"),
     )
 
