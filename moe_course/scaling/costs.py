@@ -27,6 +27,9 @@ KERNELS = ("dense GEMMs", "expert GEMMs", "attention core")
 """Parts that run near a hardware limit; the rest is overhead that software removes."""
 
 
+DEEPEP_ON_NVL72 = 480 / 258
+"""DeepEP's first kernels were made for 8-GPU NVLink domains. On GB200 at EP32 they moved 400 (dispatch) and 190 GB/s
+(combine), 258 in the mean, where HybridEP moves about 480 (Megatron-LM's GB200 discussion; HybridEP's README)."""
 DENSE_LAUNCHES = 0.3
 """Kernels of a dense or attention-only layer over those of an MoE layer (router, permute, grouped GEMMs, combine)."""
 
@@ -65,9 +68,11 @@ class Constants:
     launch_us: float = 500.0
     """Host time per MoE layer and micro-batch, both passes, that the GPU waits for: no CUDA graphs."""
     graph_launch: float = 0.4
-    """The part of it that is left with partial or unknown graphs."""
+    """The part of it that is left with partial graphs; half way where a row does not say."""
     full_graph_launch: float = 0.15
     """The part of it that is left with one graph per step."""
+    static_launch: float = 0.3
+    """The part of it that is left when capacity limits give static shapes: the host never waits for sizes."""
     blackwell: float = 1.0
     """Speed of Blackwell's compute against the fractions above, which are then Hopper's."""
     ultra: float = 1.12
@@ -120,6 +125,7 @@ class Work:
     fp4: float
     full_graph: float
     some_graph: float
+    static: float
     overlap: float
     plain_dispatch: float
     real: float
@@ -160,7 +166,12 @@ def count(
         core=6 * tokens * attention * s.core_per_token(p.seq_len) * (1 + again["core"]) / bf16,
         stream=2 * tokens * (s.layers + s.mtp) * s.d_model / machine.hbm,
         routed=2 * tokens * moe * s.top_k * (s.d_model + s.d_ff) / machine.hbm,
-        nvlink=ways * tokens * moe * nvlink / inner.beta,
+        nvlink=ways
+        * tokens
+        * moe
+        * nvlink
+        / inner.beta
+        * (DEEPEP_ON_NVL72 if _deepep_on_nvl72(p, machine) else 1),
         nic=ways * tokens * moe * nic / outer.beta,
         tp=_tensor_parallel_seconds(s, p, inner.beta) + _context_parallel_seconds(s, p, machine),
         dp=_data_parallel_seconds(s, p, machine),
@@ -170,7 +181,8 @@ def count(
         low=float(fmt != "bf16"),
         fp4=float(fmt == "fp4"),
         full_graph=float(p.graphs == "full"),
-        some_graph=float(p.graphs in (None, "partial")),
+        some_graph={"partial": 1.0, None: 0.5}.get(p.graphs, 0.0),
+        static=float(p.static_shapes),
         overlap=float(bool(p.overlap)) if p.overlap is not None else 0.5,
         plain_dispatch=float(p.dispatcher == "all_to_all"),
         real=float(p.real_routing and s.moe_layers > 0),
@@ -180,6 +192,10 @@ def count(
         other_stack=float(other_stack),
         biased=float(s.biased_experts),
     )
+
+
+def _deepep_on_nvl72(p: Layout, machine: Machine) -> bool:
+    return p.dispatcher == "deepep" and machine.domain > 8
 
 
 def _recomputed(s: ModelShape, p: Layout) -> dict[str, float]:
@@ -242,7 +258,8 @@ def seconds(work: Work, c: Constants) -> dict[str, float | np.ndarray]:
     chip = np.where(w.blackwell > 0, c.blackwell, 1.0) * np.where(w.ultra > 0, c.ultra, 1.0)
     real = 1 + (c.real_routing - 1) * w.real
     expert_rate = rate * c.experts * w.expert_rows / (w.expert_rows + c.expert_rows_half)
-    launch = np.where(w.full_graph > 0, c.full_graph_launch, np.where(w.some_graph > 0, c.graph_launch, 1.0))
+    launch = np.where(w.full_graph > 0, c.full_graph_launch, 1 + (c.graph_launch - 1) * w.some_graph)
+    launch = launch * np.where(w.static > 0, c.static_launch, 1.0)
     exposed = (1 - min(c.dispatch_hidden, 0.95) * w.overlap) * (
         1 + (c.slow_dispatcher - 1) * w.plain_dispatch
     )

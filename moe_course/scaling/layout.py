@@ -33,6 +33,8 @@ class Layout:
     """Dispatch of one micro-batch beside compute of another. None: unknown (published rows)."""
     graphs: str | None = None
     """CUDA graphs: ``none``, ``partial``, ``full``. None: unknown."""
+    static_shapes: bool = False
+    """Capacity-limited with dropping: sizes never come from the device."""
     real_routing: bool = False
     """A learned router's imbalance, not forced balance."""
     capacity_factor: float = 1.0

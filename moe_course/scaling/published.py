@@ -95,7 +95,7 @@ DualPipe (arXiv 2412.19437, section 3.2.1) overlaps dispatch, which its row does
 DISPATCHERS = {
     "alltoall": "all_to_all",
     "hybridep": "hierarchical",
-    "deepep": "hierarchical",
+    "deepep": "deepep",
     "nccl-ep": "hierarchical",
 }
 
@@ -127,6 +127,7 @@ def layout_of(run: Run) -> Layout:
         graphs={"transformer_engine": "partial", "full_iteration": "full", "none": "none"}.get(
             graphs, "none" if run.publisher in WITHOUT_GRAPHS else None
         ),
+        static_shapes=(row.get("drop") or "").startswith("token drop"),
         real_routing=(row.get("routing") or "").startswith("real"),
     )
 
