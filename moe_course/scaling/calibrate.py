@@ -18,8 +18,12 @@ from moe_course.scaling.hardware import machine
 from moe_course.scaling.published import Run, layout_of, training_runs
 
 NAMES = tuple(field.name for field in fields(Constants))
-PRIOR_WIDTH = 0.5
-"""Standard deviation of a constant's logarithm before any run is seen: a factor of 1.6."""
+PRIOR_WIDTH = 0.4
+"""Standard deviation of a constant's logarithm before any run is seen: a factor of 1.5.
+
+Chosen among 0.4, 0.5 and 0.8 by the held-out errors (p90 0.35, 0.36, 0.43), and the model's terms were chosen with these
+errors in view: they flatter the model a little. Leaving out whole publishers is the harder, cleaner figure.
+"""
 NOISE = 0.12
 """Standard deviation of a run's log step time that the model is not expected to explain."""
 HUBER = 1.5

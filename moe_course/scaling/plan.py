@@ -175,36 +175,52 @@ def search(shape: ModelShape, machine: Machine, gpus: int, **options) -> Search:
 
 
 QUESTIONS = {
-    "EP": lambda p: p.ep,
-    "PP": lambda p: p.pp,
-    "TP": lambda p: p.tp,
-    "CP": lambda p: p.cp,
-    "micro-batch": lambda p: p.micro_batch,
-    "recompute": lambda p: ", ".join(p.recompute) or "nothing",
+    "EP": ("ep",),
+    "PP": ("pp", "vpp"),
+    "TP": ("tp",),
+    "CP": ("cp",),
+    "Micro-batch": ("micro_batch",),
+    "Recompute": ("recompute",),
 }
+"""Choices and the fields that change with them."""
 
 
 def why(found: Search) -> list[str]:
-    """One sentence per choice: the best layout that chose otherwise, and what it would have cost."""
+    """One sentence per choice: the best layout that differs in this choice alone, and what it would have cost."""
     best, said = found.best, []
-    for name, choice in QUESTIONS.items():
-        chosen = choice(best.layout)
-        others = [p for p in found.every if choice(p.layout) != chosen]
+    for name, fields in QUESTIONS.items():
+        chosen = getattr(best.layout, fields[0])
+        rest = replace(best.layout, **dict.fromkeys(fields))
+        others = [
+            p
+            for p in found.every
+            if getattr(p.layout, fields[0]) != chosen and replace(p.layout, **dict.fromkeys(fields)) == rest
+        ]
         if not others:
             continue
         fitting = [p for p in others if p.memory.fits(found.machine.memory)]
-        faster = others[0] if others[0].step_seconds < best.step_seconds else None
-        if faster is not None:
+        label = f"{name} {_words(chosen)}"
+        if others[0].step_seconds < best.step_seconds:
+            faster = others[0]
             said.append(
-                f"{name} {chosen}, not {choice(faster.layout)}: that would be "
-                f"{faster.tokens_per_second / best.tokens_per_second - 1:.0%} faster but needs "
+                f"{label}, not {_words(getattr(faster.layout, fields[0]))}: that would be "
+                f"{faster.tokens_per_second / best.tokens_per_second - 1:.1%} faster but needs "
                 f"{faster.memory.total / 1e9:.0f} GB of {found.machine.memory / 1e9:.0f}, with 10 GB kept free."
             )
-        elif fitting:
-            said.append(f"{name} {chosen}, not {choice(fitting[0].layout)}: {_difference(best, fitting[0])}.")
+        if fitting:
+            other = fitting[0]
+            said.append(
+                f"{label}, not {_words(getattr(other.layout, fields[0]))}: {_difference(best, other)}."
+            )
+        elif others[0].step_seconds >= best.step_seconds:
+            said.append(f"{label}: every other choice alone is slower and does not fit.")
     if found.shape.moe_layers:
         said.append(_expert_sentence(found, best))
     return said
+
+
+def _words(choice) -> str:
+    return str(choice) if isinstance(choice, int) else "of " + ", ".join(choice) if choice else "of nothing"
 
 
 def _difference(best: Prediction, other: Prediction) -> str:
