@@ -255,6 +255,8 @@ def weak_scaling(
     gpus = list(gpus)
     per_gpu = layout.global_batch / layout.gpus
     layouts = [replace(layout, gpus=n, global_batch=int(per_gpu * n)) for n in gpus]
+    for scaled in layouts:
+        scaled.check(shape)
     speeds = []
     for prediction in predict(shape, layouts, machine):
         n = prediction.layout.gpus

@@ -107,16 +107,15 @@ def as_dict(prediction: plan.Prediction) -> dict:
     }
 
 
-def answer(options: Options) -> dict:
+def answer(found: plan.Search, top: int = 5) -> dict:
     """Everything that ``--json`` prints."""
-    found = find(options)
     return {
         "model": found.shape.name,
         "hardware": found.machine.name,
         "parameters": found.shape.parameters,
         "active_parameters": found.shape.active_parameters,
         "best": as_dict(found.best),
-        "others": [as_dict(p) for p in found.fitting[1 : options.top]],
+        "others": [as_dict(p) for p in found.fitting[1:top]],
         "why": plan.why(found),
         "pareto": [
             {"layout": p.layout.describe(), "tokens_per_second_per_gpu": p.tokens_per_second,
@@ -130,21 +129,22 @@ def answer(options: Options) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     options = tyro.cli(Options, args=argv, prog="moe-course plan", description=__doc__)
+    found = find(options)
     if options.json:
-        print(json.dumps(answer(options)))
+        print(json.dumps(answer(found, options.top)))
     else:
-        show(options)
+        show(found, options)
     if options.plot:
-        draw(find(options), options.plot)
+        draw(found, options.plot)
     return 0
 
 
-def show(options: Options) -> None:
+def show(found: plan.Search, options: Options) -> None:
     """The table and the reasons, on the terminal."""
     from rich.console import Console
     from rich.table import Table
 
-    found, console = find(options), Console(highlight=False)
+    console = Console(highlight=False)
     calibration, best = found.best.calibration, found.best
     table = Table(title=f"{found.shape.name} on {options.gpus} {found.machine.name}, {options.precision}")
     for name in ("layout", "tokens/s/GPU", "TFLOPS/GPU", "MFU", "communication", "memory GB"):

@@ -176,10 +176,12 @@ def test_what_does_not_fit_says_how_much_is_missing():
 
 
 def test_weak_scaling_starts_at_one_and_stragglers_cost():
-    counts = [64, 256, 1024]
+    counts = [256, 1024, 4096]
     curve = plan.weak_scaling(V3, GB200, BASE, counts)
     slow = plan.weak_scaling(V3, GB200, BASE, counts, straggler=0.05)
-    assert curve[0] == (64, 1.0)
+    assert curve[0] == (256, 1.0)
+    with pytest.raises(SettingError, match="divide"):
+        plan.weak_scaling(V3, GB200, BASE, [64])
     assert slow[-1][1] < curve[-1][1]
 
 
