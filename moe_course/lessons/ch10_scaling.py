@@ -121,7 +121,7 @@ def rows_across(experts, top_k, ranks, domain, way):
             "domains = members // domain\nthe mean of domains[..., :, None] != domains[..., None, :]",
             """
 def share_leaving(gpus, ep, domain, stride):
-    members = np.arange(gpus).reshape(-1, ep, stride).swapaxes(1, 2)
+    members = jnp.arange(gpus).reshape(-1, ep, stride).swapaxes(1, 2)
     rack = members // domain
     return float((rack[..., :, None] != rack[..., None, :]).mean())
 """,
@@ -230,20 +230,20 @@ QUIZZES = (
         "10.q1",
         "c",
         {
-            "a": "Tokens per second is what was measured; it depends on no formula. But it does not compare two models.",
-            "b": "Each of the three is divided by another count of the same work. Their ratios are ratios of formulas.",
-            "c": "The same tokens per second, three counts: with MTP, without, and without the causal half. Compare tokens "
-            "per second for one model, and TFLOPS only by one formula.",
+            "a": "All three were computed from one and the same number of tokens per second.",
+            "b": "One peak or another makes another MFU. These are TFLOPS.",
+            "c": "The same tokens per second, three counts of the work: without MTP, with MTP, and with the half of the "
+            "scores that a causal mask throws away. Compare speeds of one model in tokens per second.",
         },
     ),
     Quiz(
         "10.q2",
         "b",
         {
-            "a": "Rows per expert grow with the tokens that meet: EP brings tokens of more GPUs together.",
-            "b": "A rank of EP R owns E/R experts and gets tokens of R ranks: rows per expert grow with R, and so does the "
-            "traffic. That is the trade of this chapter.",
-            "c": "They would, if each GPU kept its tokens. But the tokens of all R ranks come.",
+            "a": "A rank has an eighth of the experts, but the tokens of eight times as many GPUs come to it.",
+            "b": "Each expert now serves the tokens of 64 GPUs instead of 8. So does the traffic: that is the trade of this "
+            "chapter.",
+            "c": "They would, if every GPU kept its tokens to itself.",
         },
     ),
     Quiz(
@@ -251,29 +251,29 @@ QUIZZES = (
         "a",
         {
             "a": "The bytes are the same in every row. What grows is the share that takes the slow way, from 0 to nearly "
-            "1, and it ends there.",
-            "b": "Bytes per rank do not grow: 128 tokens, 8 copies each, at every size.",
-            "c": "Then each doubling would add the same again. The table flattens.",
+            "all, and there it ends.",
+            "b": "128 tokens, 8 copies each, at every size: a rank sends as much with 8 ranks as with 256.",
+            "c": "Then each doubling would add the same again, and the curve would not bend.",
         },
     ),
     Quiz(
         "10.q4",
         "b",
         {
-            "a": "Groups of 72 do not divide 256 experts.",
-            "b": "64 of 72 in each rack: groups end where racks end, and the eight that are left do something else: "
-            "spares, say.",
-            "c": "With another axis inside, members are farther apart: more of them straddle, not fewer.",
+            "a": "256 experts do not divide by 72.",
+            "b": "Groups then end where racks end. The eight GPUs that are left in each rack do something else, or nothing: "
+            "a ninth of the machine is the price.",
+            "c": "With another axis inside, members are farther apart: they straddle all the more. Exercise 10.5 can tell.",
         },
     ),
     Quiz(
         "10.q5",
         "c",
         {
-            "a": "The optimizer's states of experts are sharded over few copies, yet they are sharded. Others are not.",
+            "a": "Those are what ZeRO 1 shards: they shrink with every copy that is added.",
             "b": "Activations depend on tokens and recompute; this is about what stays from step to step.",
-            "c": "Weights and gradients of the experts, 6 bytes each, cut by EP and PP alone. More GPUs of DP do not help; "
-            "larger EP or PP does, or ZeRO 3.",
+            "c": "Six bytes for every parameter that EP and PP leave on a GPU, however many GPUs there are. A larger EP or "
+            "PP cuts them, or ZeRO 3, which pays in traffic.",
         },
     ),
     Quiz(
@@ -291,39 +291,39 @@ QUIZZES = (
         "10.q7",
         "b",
         {
-            "a": "A source's own rows repeat each other: the same model and machine, release after release. A random split "
-            "tests on what it has seen.",
-            "b": "Whole sources left out, with everything of their lineage: what you will predict is a run nobody has "
-            "published either.",
-            "c": "In-sample errors are smaller, for the constants have seen the answers.",
+            "a": "A source repeats itself: one model, one machine, release after release. A random row's twin stays behind "
+            "and gives it away.",
+            "b": "What you will ask about is a run that nobody has published. So a source is left out whole, with every row "
+            "of its lineage.",
+            "c": "The constants have seen the answers: that error is smaller, and says little.",
         },
     ),
     Quiz(
         "10.q8",
         "b",
         {
-            "a": "Counting parameters adds what one token does not use: about 18 times for this model.",
-            "b": "Of 256 experts a token uses 8: the count has every expert's work in it, the GPU has not.",
-            "c": "A peak of another format would be a factor of 2.",
+            "a": "The count of Mixtral is 3.5 times too large, and a modest run stays below 100 % with it.",
+            "b": "Experts that nobody picks do no work. A property of the formula alone: no run, no reference, no tolerance.",
+            "c": "Attention's core doubles per token; the rest does not. Both counts pass.",
         },
     ),
     Quiz(
         "10.q9",
         "c",
         {
-            "a": "Every expert in use gets the same: the list of loads per expert looks balanced, zeros apart.",
-            "b": "At EP 4 and 8 a rank owns 32 experts or more, and one in 32 is picked: no rank is idle.",
-            "c": "Picks 32 apart, ranks of 16 experts: every second rank owns none of them. The loss, the shapes and a test "
-            "with EP up to K see nothing.",
+            "a": "Every expert in use gets the same: apart from the zeros the loads look as planned.",
+            "b": "There a rank owns 32 experts or more, and one in 32 is picked: no rank is idle.",
+            "c": "Picks are 32 apart and a rank owns 16: every second rank owns none of them, in every batch whose tokens "
+            "start alike. Test with more ranks than picks.",
         },
     ),
     Quiz(
         "10.q10",
         "a",
         {
-            "a": "The GEMMs of that run take FP8 operands. Against the BF16 peak the same seconds read as twice the use.",
-            "b": "The run is one and the same; both figures divide the same TFLOPS.",
-            "c": "Peaks are per GPU, as the TFLOPS are.",
+            "a": "Its GEMMs take FP8 operands. Against the BF16 peak the same seconds read as twice the use.",
+            "b": "That peak is not what the run's GEMMs could reach.",
+            "c": "Sparse peaks count products with zeros that nobody computes: half of any honest MFU, or twice the peak.",
         },
     ),
 )
