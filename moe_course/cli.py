@@ -17,7 +17,7 @@ usage: moe-course COMMAND [options]
   progress   exercises passed, yours or a room's   moe-course progress [--all DIR]
   doctor     what is installed, what is missing    moe-course doctor [--gpu] [--json]
   bench      reproduce a measured claim            moe-course bench grouped-gemm --json
-  plan       which parallelism, how fast          moe-course plan --model deepseek-v3 --hardware gb200 --gpus 1024
+  plan       which parallelism, how fast, why      moe-course plan --model deepseek-v3 --hardware gb200 --gpus 1024
   notebooks  make the notebooks from solutions/    moe-course notebooks [02 ...] [--check]
 
 moe-course COMMAND --help lists the options of a command."""

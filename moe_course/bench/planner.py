@@ -8,7 +8,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_course.scaling import calibrate, comm, memory
+import numpy as np
+
+from moe_course.scaling import calibrate, comm, ladder, memory
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,10 @@ class Options:
 
 def run(options: Options = Options()) -> dict:
     """``{"rows", "median_abs_error", "p90_abs_error", "bias", "by_source": {...}, ...}``."""
+    if options.write:  # first: the ladders below take the shipped constants
+        path = Path(calibrate.__file__).parent / "data" / "calibration.json"
+        path.write_text(json.dumps(calibrate.as_json(), indent=1) + "\n", encoding="utf-8")
+        calibrate.shipped.cache_clear()
     rows = calibrate.held_out()
     figures = calibrate.summary(rows)
     figures["in_sample"] = calibrate.summary(calibrate.predict_rows(calibrate.calibrated(), _all()))
@@ -31,6 +37,13 @@ def run(options: Options = Options()) -> dict:
         strict = calibrate.held_out("publisher")
         figures["by_publisher"] = {**calibrate.summary(strict), "publishers": _by_publisher(strict)}
     figures["worst"] = {row.id: round(row.error, 3) for row in sorted(rows, key=lambda r: -abs(r.error))[:10]}
+    ratios = np.abs(calibrate.ratio_errors())
+    figures["ratios_of_two_layouts"] = {
+        "pairs": len(ratios),
+        "median_abs_error": round(float(np.median(ratios)), 4),
+        "p90_abs_error": round(float(np.quantile(ratios, 0.9)), 4),
+    }
+    figures["ladders"] = _ladders()
     figures["memory"] = {
         "compiled_rows": len(memory.compiled_errors()),
         "compiled_median_abs_error": round(memory.compiled_error(), 4),
@@ -45,18 +58,51 @@ def run(options: Options = Options()) -> dict:
             "rows": len(fit.ids),
             "median_abs_error": round(fit.median_error, 3),
             "max_abs_error": round(fit.worst_error, 3),
+            "residuals": [round(error, 3) for error in fit.errors],
         }
         for fit in [*fits, comm.low_latency_fit("dispatch"), comm.low_latency_fit("combine")]
     }
-    if options.write:
-        path = Path(calibrate.__file__).parent / "data" / "calibration.json"
-        path.write_text(json.dumps(calibrate.as_json(), indent=1) + "\n", encoding="utf-8")
+    return figures
+
+
+def _ladders() -> dict:
+    """The published ladders: TFLOPS per GPU by the model and as published, the cause, what is left over."""
+    figures = {
+        name: [
+            {
+                "step": step.name,
+                "cause": step.cause,
+                "predicted": round(step.predicted, 1),
+                "published": step.published and round(step.published, 1),
+                "residual": step.residual and round(step.residual, 3),
+            }
+            for step in steps
+        ]
+        for name, steps in (
+            ("megatron, GB200", ladder.megatron_gb200()),
+            ("JAX and TE, as GB200", ladder.jax_te("gb200")),
+            ("JAX and TE, as GB300", ladder.jax_te("gb300")),
+        )
+    }
+    readings = {
+        f"{name}, {hardware}": {"tflops": round(tflops, 1), "communication_share": round(share, 3)}
+        for hardware in ("gb200", "gb300")
+        for name, tflops, share in ladder.start_readings(hardware)
+    }
+    figures["readings_of_the_start"] = {
+        "published": {"tflops": ladder.FIRST, "communication_share": ladder.PROFILE},
+        **readings,
+    }
+    figures["discrepancy"] = ladder.discrepancy()
+    figures["weak_scaling"] = {
+        f"{gpus}": {"model": round(model, 4), "published_loss_carried_on": round(carried, 4)}
+        for gpus, model, carried in ladder.beyond()
+    }
+    figures["weak_scaling_ends_at_gpus"] = ladder.end_of_weak_scaling()
     return figures
 
 
 def _all():
-    import numpy as np
-
     return np.ones(len(calibrate.works()[0]), bool)
 
 

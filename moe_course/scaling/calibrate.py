@@ -7,6 +7,7 @@ less (Huber), and a prior keeps constants near what microbenchmarks suggest. No 
 """
 
 import functools
+import itertools
 import json
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -165,6 +166,26 @@ def summary(rows) -> dict[str, float]:
     }
 
 
+@functools.cache
+def ratio_errors() -> tuple[float, ...]:
+    """How far off the *ratio* of two layouts is, out of source: what a choice between layouts rests on.
+
+    Every two runs of one source, model, machine, size and sequence that differ in layout or format, predicted by the
+    constants that saw neither; relative, of the ratio of their tokens/s.
+    """
+    rows, by_id = {row.id: row for row in held_out()}, {run.id: run for run in works()[0]}
+    groups: dict[tuple, list[Run]] = {}
+    for run in by_id.values():
+        key = run.source, run.shape.name, run.row["hardware"]["gpu"], run.row["hardware"]["gpus"]
+        groups.setdefault((*key, run.row["seq_len"]), []).append(run)
+    errors = []
+    for runs in groups.values():
+        for a, b in itertools.combinations(runs, 2):
+            if layout_of(a) != layout_of(b):
+                errors.append((1 + rows[a.id].error) / (1 + rows[b.id].error) - 1)
+    return tuple(errors)
+
+
 # --- the shipped calibration ------------------------------------------------------------------------------
 
 
@@ -176,6 +197,8 @@ class Calibration:
     median_abs_error: float
     p90_abs_error: float
     rows: int
+    ratio_median_abs_error: float
+    """Of the ratio of two layouts of one model, machine and size (:func:`ratio_errors`)."""
 
     def describe(self) -> str:
         """In words."""
@@ -191,11 +214,13 @@ def shipped() -> Calibration:
     stored = json.loads(
         (resources.files("moe_course.scaling") / "data" / "calibration.json").read_text("utf-8")
     )
-    figures = {key: stored[key] for key in ("median_abs_error", "p90_abs_error", "rows")}
+    names = ("median_abs_error", "p90_abs_error", "rows", "ratio_median_abs_error")
+    figures = {key: stored[key] for key in names}
     return Calibration(Constants(**stored["constants"]), **figures)
 
 
 def as_json() -> dict:
     """What ``data/calibration.json`` holds."""
     constants = {name: float(f"{getattr(calibrated(), name):.4g}") for name in NAMES}
-    return {**summary(held_out()), "constants": constants}
+    ratios = {"ratio_median_abs_error": round(float(np.median(np.abs(ratio_errors()))), 4)}
+    return {**summary(held_out()), **ratios, "constants": constants}

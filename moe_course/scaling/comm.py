@@ -80,6 +80,12 @@ def skewed_copies(shares: np.ndarray, top_k: int, ranks: int, draws: int = 4096,
     return float(hit.sum(axis=1).mean())
 
 
+def busiest_rank(shares: np.ndarray, ranks: int) -> float:
+    """Rows of the busiest rank over the mean, when experts take ``shares`` of the rows and ranks own runs of experts."""
+    per_rank = np.asarray(shares, float).reshape(ranks, -1).sum(axis=1)
+    return float(per_rank.max() / per_rank.mean())
+
+
 def rows_sent(shape: ModelShape, layout: Layout, nodes: int = 1) -> tuple[float, float]:
     """(rows per token that leave the GPU, those of them that leave its NVLink domain), one way, balanced picks."""
     e, k, r = shape.experts, shape.top_k, layout.ep

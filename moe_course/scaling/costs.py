@@ -9,6 +9,7 @@ The closed form of a step, all terms per GPU:
 fits them). Everything in ``Work`` may be a number or an array over runs. No JAX.
 """
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -90,7 +91,7 @@ class Constants:
     other_stack: float = 0.9
     """Speed of stacks other than Megatron's, in the same year."""
     real_routing: float = 1.25
-    """Time of experts and dispatch under a learned router's balance over forced balance."""
+    """Time of experts and dispatch under a learned router's balance over forced balance, where nobody gives a skew."""
 
     def __post_init__(self):
         for field in fields(self):
@@ -129,6 +130,8 @@ class Work:
     overlap: float
     plain_dispatch: float
     real: float
+    skew: float
+    """Rows of the busiest rank over the mean; 0: not given."""
     blackwell: float
     ultra: float
     years: float
@@ -186,6 +189,7 @@ def count(
         overlap=float(bool(p.overlap)) if p.overlap is not None else 0.5,
         plain_dispatch=float(p.dispatcher == "all_to_all"),
         real=float(p.real_routing and s.moe_layers > 0),
+        skew=float(p.skew or 0) if s.moe_layers else 0.0,
         blackwell=float("B200" in machine.name or "B300" in machine.name),
         ultra=float("B300" in machine.name),
         years=year - REFERENCE_YEAR,
@@ -238,16 +242,13 @@ def _data_parallel_seconds(s: ModelShape, p: Layout, machine: Machine) -> float:
     inner, outer = links(machine)
     dense, routed = stage_parameters(s, p)
     seconds = 0.0
-    for parameters, copies, span in (
-        (dense, p.dp * p.cp, p.dp * p.cp * p.tp),
-        (routed, p.expert_dp, p.expert_dp * p.ep * p.etp),
-    ):
-        if copies > 1:
-            size = parameters * (2 * 2 * p.micro_batches + 4 * p.micro_batches if p.fsdp else 2 + 4)
-            domains = min(machine.domain, span)
-            share = domains / span  # after a scatter inside the domain, the NICs carry a GPU's share
-            link = inner.beta if span <= machine.domain else min(inner.beta, outer.beta / max(share, 1 / 8))
-            seconds += wire_bytes("all-gather", size, copies) / link
+    for parameters, copies, apart in ((dense, p.dp * p.cp, p.tp), (routed, p.expert_dp, p.ep * p.etp)):
+        size = parameters * (2 * 2 * p.micro_batches + 4 * p.micro_batches if p.fsdp else 2 + 4)
+        # Copies that share an NVLink domain scatter there first; a NIC then carries its GPU's share, meanwhile.
+        local = min(copies, max(1, machine.domain // apart))
+        within = wire_bytes("all-gather", size, local) / inner.beta
+        between = wire_bytes("all-gather", size / local, math.ceil(copies / local)) / outer.beta
+        seconds += max(within, between)
     return seconds
 
 
@@ -256,7 +257,7 @@ def seconds(work: Work, c: Constants) -> dict[str, float | np.ndarray]:
     w = work
     rate = np.where(w.fp4 > 0, c.gemm_fp4, np.where(w.low > 0, c.gemm_fp8, c.gemm_bf16))
     chip = np.where(w.blackwell > 0, c.blackwell, 1.0) * np.where(w.ultra > 0, c.ultra, 1.0)
-    real = 1 + (c.real_routing - 1) * w.real
+    real = np.where(w.skew > 0, w.skew, 1 + (c.real_routing - 1) * w.real)
     expert_rate = rate * c.experts * w.expert_rows / (w.expert_rows + c.expert_rows_half)
     launch = np.where(w.full_graph > 0, c.full_graph_launch, 1 + (c.graph_launch - 1) * w.some_graph)
     launch = launch * np.where(w.static > 0, c.static_launch, 1.0)

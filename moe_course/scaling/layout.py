@@ -37,7 +37,11 @@ class Layout:
     """Capacity-limited with dropping: sizes never come from the device."""
     real_routing: bool = False
     """A learned router's imbalance, not forced balance."""
-    capacity_factor: float = 1.0
+    skew: float | None = None
+    """Rows of the busiest expert-parallel rank over the mean (:func:`comm.busiest_rank`); it sets the pace. None: what
+    the published pairs of learned router and forced balance say."""
+    capacity_factor: float | None = 1.0
+    """Receive rows over the balanced need; None: the worst case, every copy that may come."""
 
     @property
     def dp(self) -> int:
@@ -90,6 +94,8 @@ class Layout:
             return f"sequence {self.seq_len} does not divide over CP {self.cp} x TP {self.tp}"
         if self.micro_batches < self.pp:
             return f"{self.micro_batches:g} micro-batches do not fill {self.pp} pipeline stages"
+        if self.vpp > 1 and self.micro_batches % self.pp:
+            return f"{self.micro_batches:g} micro-batches do not interleave in groups of {self.pp} stages"
         return ""
 
     def check(self, shape: ModelShape) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from statistics import median
 
+from moe_course.errors import SettingError
 from moe_course.scaling.hardware import format_of
 from moe_course.scaling.layout import Layout
 from moe_course.scaling.shape import ModelShape
@@ -128,7 +129,9 @@ def _kept_numbers(s: ModelShape, tokens: float, rows: float, remat: str) -> floa
 def compiled_rows() -> list[dict]:
     """What XLA planned for 17 configurations of DeepSeek-V3, from ``data/compiled.json``."""
     path = resources.files("moe_course.scaling") / "data" / "compiled.json"
-    return json.loads(path.read_text("utf-8"))["rows"]
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    figures = zip(FIGURES, ("arguments_gb", "temp_gb"), strict=True)
+    return [{**row, **{key: 1e9 * row[gb] for key, gb in figures}} for row in rows]
 
 
 @functools.cache
@@ -137,16 +140,44 @@ def compiled_errors() -> dict[str, float]:
 
     :data:`ROW_WIDTHS` and the activations of ``none`` were fitted on these rows: no figure of it is out of sample.
     """
+    return {name: errors["total"] for name, errors in compare_compiled(compiled_rows()).items()}
+
+
+STEP = {"tokens": 4096, "capacity": 1.25, "remat": "full", "accum": 1, "offload": ""}
+"""What a configuration is when it does not say so."""
+
+
+def compare_compiled(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Relative errors of ``state``, ``temp`` and ``total``, by configuration, against what a compiler planned.
+
+    A row: ``gpus``, ``ep``, what differs from :data:`STEP`, ``model`` (a published name, default DeepSeek-V3 without
+    MTP), and the figures, ``state_bytes_per_gpu`` and ``temp_bytes_per_gpu`` as ``moe-course compile --json`` has them.
+    """
     from moe_course.scaling.published import shapes
 
-    shape, errors = shapes()["deepseek-v3"].without_mtp(), {}
-    for row in compiled_rows():
-        keys = ("gpus", "ep", "tokens", "capacity", "remat", "accum", "offload")
-        parts = _compiled_parts(shape, **{key: row[key] for key in keys})
-        errors[row["name"]] = sum(parts.values()) / (1e9 * (row["arguments_gb"] + row["temp_gb"])) - 1
+    errors = {}
+    for i, row in enumerate(rows):
+        if missing := [key for key in ("gpus", "ep", *FIGURES) if key not in row]:
+            raise SettingError(f"row {i} of the compiled configurations lacks {', '.join(missing)}.")
+        shape = shapes()[row.get("model", "deepseek-v3").lower()]
+        shape = shape if row.get("mtp") else shape.without_mtp()
+        how = {key: row.get(key, default) for key, default in STEP.items()}
+        parts = _compiled_parts(shape, row["gpus"], row["ep"], **how)
+        state, planned = parts["weights and optimizer"], [row[key] for key in FIGURES]
+        found = (state, sum(parts.values()) - state, sum(parts.values()))
+        against = (*planned, sum(planned))
+        name = row.get("name", f"row {i}")
+        errors[name] = {
+            what: mine / theirs - 1
+            for what, mine, theirs in zip(("state", "temp", "total"), found, against, strict=True)
+        }
     return errors
 
 
+FIGURES = ("state_bytes_per_gpu", "temp_bytes_per_gpu")
+
+
+@functools.cache
 def compiled_error() -> float:
     """Median absolute relative error over :func:`compiled_rows`."""
     return median(map(abs, compiled_errors().values()))
@@ -166,7 +197,7 @@ def _layout_parts(s: ModelShape, p: Layout, dtypes: StateDtypes | None = None) -
     shards = p.dp * p.cp  # context-parallel GPUs hold the same weights
     state = dense * dtypes.bytes_per_parameter(shards) + routed * dtypes.bytes_per_parameter(p.expert_dp)
     kept = _kept_bytes_per_token(s, p) * p.micro_tokens * s.layers / p.pp * micro_batches_in_flight(p)
-    rows = p.micro_tokens * s.top_k * max(p.capacity_factor, 1.0) if s.moe_layers else 0.0
+    rows = received_rows(s, p)
     parts = {
         "weights, gradients, optimizer": state,
         "activations": kept,
@@ -177,6 +208,17 @@ def _layout_parts(s: ModelShape, p: Layout, dtypes: StateDtypes | None = None) -
         else 0.0,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def received_rows(shape: ModelShape, layout: Layout) -> float:
+    """Rows of one GPU's receive buffer: capacity times the balanced need, at least the busiest rank's; or all that may
+    come: every token of the EP group, once for each local expert that it can pick."""
+    s, p = shape, layout
+    if not s.moe_layers:
+        return 0.0
+    if p.capacity_factor is None:
+        return p.ep * p.micro_tokens * min(s.top_k, s.experts // p.ep)
+    return p.micro_tokens * s.top_k * max(p.capacity_factor, p.skew or 1.0, 1.0)
 
 
 def stage_parameters(shape: ModelShape, layout: Layout) -> tuple[float, float]:
@@ -236,6 +278,7 @@ def layout_errors() -> dict[str, float]:
     return errors
 
 
+@functools.cache
 def layout_error() -> float:
     """Median absolute relative error of :func:`layout_errors`."""
     return median(map(abs, layout_errors().values()))

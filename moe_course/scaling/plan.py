@@ -1,7 +1,8 @@
 """Predict a step, search all legal layouts of a GPU count, and say in words why the winner wins. No JAX."""
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,11 +14,15 @@ from moe_course.scaling.costs import REFERENCE_YEAR, count, rows_per_expert, sec
 from moe_course.scaling.flops import published_flops
 from moe_course.scaling.hardware import Machine
 from moe_course.scaling.layout import Layout
-from moe_course.scaling.memory import Memory, layout_memory
+from moe_course.scaling.memory import RESERVE, Memory, layout_memory
 from moe_course.scaling.shape import ModelShape
 
 COMMUNICATION = ("dispatch, NVLink", "dispatch, network", "tensor parallel", "data parallel")
 RECOMPUTE = ((), ("moe_act", "layernorm", "mla_up_proj"), ("full",))
+SIZES = ("ep", "tp", "pp", "cp")
+"""Parallel sizes that a question may fix."""
+CONTEXT_TOKENS = 4096
+"""Context parallelism is searched while it leaves a GPU this many tokens of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,14 @@ def predict(
     machine: Machine,
     *,
     year: float = REFERENCE_YEAR,
+    straggler: float = 0.0,
     calibration: Calibration | None = None,
 ) -> list[Prediction]:
-    """A :class:`Prediction` for each layout. ``year``: how new the software is, as 2026.5."""
+    """A :class:`Prediction` for each layout. ``year``: how new the software is, as 2026.5.
+
+    ``straggler``: relative standard deviation of one GPU's step time (:func:`straggler_wait`). Published runs have
+    their own in every constant: this is what a worse cluster adds.
+    """
     layouts = [layouts] if isinstance(layouts, Layout) else list(layouts)
     calibration = calibration or shipped()
     if not layouts:
@@ -79,6 +89,9 @@ def predict(
     parts = {
         name: np.broadcast_to(t, len(layouts)) for name, t in seconds(work, calibration.constants).items()
     }
+    if straggler:
+        lost = np.array([straggler_wait(straggler, layout.gpus) - 1 for layout in layouts])
+        parts["stragglers"] = sum(parts.values()) * lost
     flops = {p.seq_len: sum(published_flops(shape, p.seq_len).values()) for p in layouts}
     return [
         Prediction(
@@ -93,6 +106,14 @@ def predict(
     ]
 
 
+def straggler_wait(straggler: float, gpus: int) -> float:
+    """Step time over the mean GPU's: a synchronous step waits for the slowest of n.
+
+    Of n normal times, the largest lies about sqrt(2 ln n) standard deviations above the mean, a little less in fact.
+    """
+    return 1 + straggler * math.sqrt(2 * math.log(gpus))
+
+
 def legal_layouts(
     shape: ModelShape,
     machine: Machine,
@@ -102,8 +123,15 @@ def legal_layouts(
     global_batch: int | None = None,
     precision: str = "mxfp8",
     real_routing: bool = True,
+    skew: float | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> list[Layout]:
-    """Every layout of ``gpus`` GPUs that the model allows, with the choices of today's recipes."""
+    """Every layout of ``gpus`` GPUs that the model allows, with the choices of today's recipes.
+
+    EP up to the experts; TP to 8, inside the NVLink domain; PP to 16 with 1, 2, 4 or 8 chunks; CP by
+    :data:`CONTEXT_TOKENS`; 1 to 8 sequences per micro-batch; three ways to recompute; ZeRO-1, or FSDP where there is no
+    pipeline. ``sizes`` fixes some of :data:`SIZES`; ``global_batch`` defaults to 16 sequences per GPU.
+    """
     base = Layout(
         gpus,
         seq_len=seq_len,
@@ -113,24 +141,36 @@ def legal_layouts(
         overlap=True,
         graphs="full",
         real_routing=real_routing and shape.moe_layers > 0,
+        skew=skew,
     )
-    twos = [2**i for i in range(11)]
-    found = []
-    for ep, tp, pp, vpp, cp, micro, again in itertools.product(
-        [n for n in twos if n <= min(shape.experts, gpus)] if shape.moe_layers else [1],
-        [n for n in twos if n <= min(8, machine.domain)],
-        [n for n in twos if n <= 16],
-        (1, 2, 4, 8),
-        [1] if seq_len <= 8192 else [1, 2, 4, 8, 16],
-        (1, 2, 4, 8),
-        RECOMPUTE,
-    ):
-        if vpp > 1 and pp == 1:
-            continue
-        layout = replace(base, ep=ep, tp=tp, pp=pp, vpp=vpp, cp=cp, micro_batch=micro, recompute=again)
-        if not layout.problem(shape):
-            found.append(layout)
-    return found
+    return [
+        replace(layout, recompute=again)
+        for layout in _candidates(base, shape, machine, sizes or {})
+        if not layout.problem(shape)
+        for again in RECOMPUTE
+    ]
+
+
+def _candidates(
+    base: Layout, shape: ModelShape, machine: Machine, sizes: Mapping[str, int]
+) -> Iterator[Layout]:
+    """Layouts to look at, legal or not."""
+    most = {
+        "ep": shape.experts if shape.moe_layers else 1,
+        "tp": min(8, machine.domain),
+        "pp": 16,
+        "cp": min(16, max(1, base.seq_len // CONTEXT_TOKENS)),
+    }
+    choices = [
+        [sizes[name]] if name in sizes else [n for n in range(1, most[name] + 1) if base.gpus % n == 0]
+        for name in SIZES
+    ]
+    for ep, tp, pp, cp in itertools.product(*choices):
+        for vpp, fsdp in (
+            [(1, False), (1, True)] if pp == 1 else [(1, False), (2, False), (4, False), (8, False)]
+        ):
+            for micro in (1, 2, 4, 8):
+                yield replace(base, ep=ep, tp=tp, pp=pp, cp=cp, vpp=vpp, fsdp=fsdp, micro_batch=micro)
 
 
 @dataclass(frozen=True)
@@ -155,23 +195,43 @@ class Search:
         return front
 
 
-def search(shape: ModelShape, machine: Machine, gpus: int, **options) -> Search:
+def search(
+    shape: ModelShape,
+    machine: Machine,
+    gpus: int,
+    *,
+    year: float = REFERENCE_YEAR,
+    straggler: float = 0.0,
+    **options,
+) -> Search:
     """Predict every legal layout (:func:`legal_layouts`'s options). :class:`SettingError` if none fits in memory."""
-    year = options.pop("year", REFERENCE_YEAR)
     layouts = legal_layouts(shape, machine, gpus, **options)
+    sizes = options.get("sizes") or {}
+    flags = " ".join(f"--{name} {size}" for name, size in sizes.items())
     if not layouts:
+        remedy = f"Leave {flags} out, or" if flags else "Perhaps"
         raise SettingError(
-            f"no layout of {shape.name} over {gpus} GPUs is legal with this batch. Use --batch {16 * gpus}."
+            f"no layout of {shape.name} over {gpus} GPUs is legal: {_first_problem(shape, machine, gpus, **options)}. "
+            f"{remedy} use --batch {16 * gpus}."
         )
-    every = sorted(predict(shape, layouts, machine, year=year), key=lambda p: -p.tokens_per_second)
+    found = predict(shape, layouts, machine, year=year, straggler=straggler)
+    every = sorted(found, key=lambda p: -p.tokens_per_second)
     fitting = [p for p in every if p.memory.fits(machine.memory)]
     if not fitting:
         least = min(p.memory.total for p in every) / 1e9
         raise SettingError(
-            f"{shape.name} does not fit {gpus} x {machine.name}: the leanest layout needs {least:.0f} GB per GPU "
-            f"and 10 GB of reserve, of {machine.memory / 1e9:.0f}. Use --gpus {2 * gpus} or more."
+            f"{shape.name} does not fit {gpus} x {machine.name}{flags and f' with {flags}'}: the leanest layout needs "
+            f"{least:.0f} GB per GPU and {RESERVE / 1e9:.0f} GB of reserve, of {machine.memory / 1e9:.0f}. "
+            f"Use --gpus {2 * gpus} or more{flags and ', or leave a size out'}."
         )
     return Search(shape, machine, every, fitting)
+
+
+def _first_problem(shape: ModelShape, machine: Machine, gpus: int, sizes=None, **options) -> str:
+    """Why the simplest candidate is illegal, where all are."""
+    batch = options.get("global_batch") or 16 * gpus
+    base = Layout(gpus, seq_len=options.get("seq_len", 4096), global_batch=batch)
+    return next(_candidates(base, shape, machine, sizes or {})).problem(shape)
 
 
 QUESTIONS = {
@@ -181,6 +241,7 @@ QUESTIONS = {
     "CP": ("cp",),
     "Micro-batch": ("micro_batch",),
     "Recompute": ("recompute",),
+    "FSDP": ("fsdp",),
 }
 """Choices and the fields that change with them."""
 
@@ -205,7 +266,8 @@ def why(found: Search) -> list[str]:
             said.append(
                 f"{label}, not {_words(getattr(faster.layout, fields[0]))}: that would be "
                 f"{faster.tokens_per_second / best.tokens_per_second - 1:.1%} faster but needs "
-                f"{faster.memory.total / 1e9:.0f} GB of {found.machine.memory / 1e9:.0f}, with 10 GB kept free."
+                f"{faster.memory.total / 1e9:.0f} GB of {found.machine.memory / 1e9:.0f}, with "
+                f"{RESERVE / 1e9:.0f} GB kept free."
             )
         if fitting:
             other = fitting[0]
@@ -220,6 +282,8 @@ def why(found: Search) -> list[str]:
 
 
 def _words(choice) -> str:
+    if isinstance(choice, bool):
+        return "on" if choice else "off"
     return str(choice) if isinstance(choice, int) else "of " + ", ".join(choice) if choice else "of nothing"
 
 
@@ -228,9 +292,9 @@ def _difference(best: Prediction, other: Prediction) -> str:
     slower = other.step_seconds / best.step_seconds - 1
     growth = {name: (other.parts[name] - best.parts[name]) / best.step_seconds for name in best.parts}
     worst = max(growth, key=growth.get)
-    if slower < 0.01:
-        return "the two are within 1 %, less than the model can tell apart"
-    return f"that is {slower:.0%} slower, mostly {worst} (+{growth[worst]:.0%} of the step)"
+    doubt = best.calibration.ratio_median_abs_error
+    said = f"that is {slower:.1%} slower, mostly {worst} (+{growth[worst]:.1%} of the step)"
+    return said if slower > doubt else f"{said}; below {doubt:.0%} the model cannot tell two layouts apart"
 
 
 def _expert_sentence(found: Search, best: Prediction) -> str:
@@ -247,22 +311,14 @@ def _expert_sentence(found: Search, best: Prediction) -> str:
 def weak_scaling(
     shape: ModelShape, machine: Machine, layout: Layout, gpus: Iterable[int], *, straggler: float = 0.0
 ) -> list[tuple[int, float]]:
-    """(GPUs, tokens/s per GPU over that of the smallest count) with the batch per GPU fixed: only DP grows.
-
-    ``straggler``: relative standard deviation of one GPU's step time. A synchronous step waits for the slowest, whose
-    excess grows as sqrt(2 ln n) for normal times.
-    """
+    """(GPUs, tokens/s per GPU over that of the smallest count) with the batch per GPU fixed: only DP grows."""
     gpus = list(gpus)
     per_gpu = layout.global_batch / layout.gpus
     layouts = [replace(layout, gpus=n, global_batch=int(per_gpu * n)) for n in gpus]
     for scaled in layouts:
         scaled.check(shape)
-    speeds = []
-    for prediction in predict(shape, layouts, machine):
-        n = prediction.layout.gpus
-        wait = 1 + straggler * np.sqrt(2 * np.log(n)) if n > 1 else 1.0
-        speeds.append(prediction.tokens_per_second / wait)
-    return [(n, float(speed / speeds[0])) for n, speed in zip(gpus, speeds, strict=True)]
+    speeds = [p.tokens_per_second for p in predict(shape, layouts, machine, straggler=straggler)]
+    return [(n, speed / speeds[0]) for n, speed in zip(gpus, speeds, strict=True)]
 
 
 def break_even(link: Link) -> float:

@@ -30,6 +30,15 @@ def test_skew_sends_fewer_copies_but_not_to_everyone():
     assert comm.skewed_copies(shares / shares.sum(), 8, 8) < comm.copies_per_token(64, 8, 8)
 
 
+def test_the_busiest_rank():
+    assert comm.busiest_rank(np.full(16, 1 / 16), 4) == pytest.approx(1)
+    assert comm.busiest_rank(np.array([4.0, 0, 1, 1, 1, 1, 0, 0]), 4) == pytest.approx(4 / 2)
+    half_idle = np.r_[np.full(8, 1 / 8), np.zeros(8)]
+    assert comm.busiest_rank(half_idle, 4) == pytest.approx(2), (
+        "balance over half of the experts idles half the ranks"
+    )
+
+
 @pytest.mark.parametrize("n", [2, 8, 72])
 def test_collectives_move_what_the_books_say(n):
     assert comm.wire_bytes("all-reduce", 1e6, n) == 2 * comm.wire_bytes("all-gather", 1e6, n)

@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 
+from moe_course.errors import SettingError
 from moe_course.scaling import memory
 from moe_course.scaling.layout import Layout
 from moe_course.scaling.published import shapes
@@ -18,6 +19,20 @@ def test_median_error_against_the_compiler_is_within_ten_per_cent():
     assert len(errors) >= 12
     assert median(map(abs, errors.values())) == memory.compiled_error() <= 0.10
     assert max(map(abs, errors.values())) < 0.15
+
+
+def test_what_a_compile_prints_can_be_compared():
+    """``moe-course compile --json``'s keys, with defaults for what a configuration does not say."""
+    held = memory.compiled_memory(V3, gpus=128, ep=64)
+    state = held.parts["weights and optimizer"]
+    row = {"name": "mine", "gpus": 128, "ep": 64, "state_bytes_per_gpu": state}
+    row["temp_bytes_per_gpu"] = 2 * (held.total - state)
+    errors = memory.compare_compiled([row])["mine"]
+    assert errors["state"] == pytest.approx(0)
+    assert errors["temp"] == pytest.approx(-0.5)
+    assert -0.5 < errors["total"] < 0
+    with pytest.raises(SettingError, match="temp_bytes_per_gpu"):
+        memory.compare_compiled([{key: value for key, value in row.items() if "temp" not in key}])
 
 
 def test_state_is_the_compilers_to_the_byte():
@@ -62,6 +77,7 @@ def test_each_zero_stage_shards_one_thing_more(stage):
         {"recompute": ("moe_act", "layernorm")},
         {"gpus": 512, "global_batch": 8192, "pp": 8, "vpp": 2},
         {"tp": 2},
+        {"cp": 2},
         {"seq_len": 2048},
     ],
 )
@@ -76,6 +92,17 @@ def test_capacity_grows_the_buffers_only():
     assert {n: s for n, s in larger.items() if n != "expert rows"} == {
         n: s for n, s in parts.items() if n != "expert rows"
     }
+
+
+def test_receive_buffers_by_rule():
+    """Balanced need times capacity, at least the busiest rank's; the worst case is every token of the EP group."""
+    layout = replace(LAYOUT, micro_batch=1)
+    balanced = memory.received_rows(V3, layout)
+    assert balanced == 4096 * 8
+    assert memory.received_rows(V3, replace(layout, capacity_factor=1.25)) == 1.25 * balanced
+    assert memory.received_rows(V3, replace(layout, skew=1.7)) == 1.7 * balanced
+    assert memory.received_rows(V3, replace(layout, capacity_factor=None)) == 64 * 4096 * 4
+    assert memory.received_rows(V3, replace(layout, ep=256, pp=1, vpp=1, capacity_factor=None)) == 256 * 4096
 
 
 def test_pipeline_keeps_as_many_micro_batches_as_stages():

@@ -6,6 +6,10 @@ import pytest
 
 from moe_course.errors import SettingError
 from moe_course.scaling import simulate
+from moe_course.scaling.hardware import machine
+from moe_course.scaling.layout import Layout
+from moe_course.scaling.plan import predict
+from moe_course.scaling.published import shapes
 from moe_course.scaling.simulate import Task
 
 
@@ -19,6 +23,21 @@ def test_a_pipeline_takes_what_the_closed_form_says(stages, micro, chunks):
     assert timeline.busy("stage 0") == pytest.approx(3.0 * micro)
     bubble = (stages - 1) / chunks / (micro + (stages - 1) / chunks)
     assert timeline.idle_share("stage 0") == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize("pp", [1, 4, 8])
+def test_a_predicted_step_simulates_to_what_the_model_charged(pp):
+    """Two ways to a step's time: the sum of the closed form's parts, and events on a pipeline."""
+    layout = Layout(256, ep=8, pp=pp, global_batch=32 * 256 // pp, dispatcher="hierarchical")
+    (prediction,) = predict(shapes()["deepseek-v3"], layout, machine("gb200"))
+    assert layout.micro_batches == 32
+    outside = ("tensor parallel", "data parallel", "optimizer")
+    charged = prediction.step_seconds - sum(prediction.parts[name] for name in outside)
+    timeline = simulate.simulate(prediction)
+    assert timeline.makespan == pytest.approx(charged, rel=1e-9)
+    assert timeline.idle_share("stage 0") == pytest.approx(
+        prediction.parts["pipeline bubble"] / charged, abs=1e-9
+    )
 
 
 def test_a_wrong_order_is_slower():
