@@ -303,7 +303,7 @@ QUIZZES = (
         "b",
         {
             "a": "The count of Mixtral is 3.5 times too large, and a modest run stays below 100 % with it.",
-            "b": "Experts that nobody picks do no work. A property of the formula alone: no run, no reference, no tolerance.",
+            "b": "Experts that nobody picks do no work. A property of the formula alone: no run, no reference.",
             "c": "Attention's core doubles per token; the rest does not. Both counts pass.",
         },
     ),
