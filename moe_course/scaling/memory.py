@@ -130,8 +130,8 @@ def compiled_rows() -> list[dict]:
     """What XLA planned for 17 configurations of DeepSeek-V3, from ``data/compiled.json``."""
     path = resources.files("moe_course.scaling") / "data" / "compiled.json"
     rows = json.loads(path.read_text("utf-8"))["rows"]
-    figures = zip(FIGURES, ("arguments_gb", "temp_gb"), strict=True)
-    return [{**row, **{key: 1e9 * row[gb] for key, gb in figures}} for row in rows]
+    state, temp = FIGURES
+    return [{**row, state: 1e9 * row["arguments_gb"], temp: 1e9 * row["temp_gb"]} for row in rows]
 
 
 @functools.cache
