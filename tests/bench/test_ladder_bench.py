@@ -1,6 +1,8 @@
 """The learner's ladder: every rung computes the same layer, its bytes are those of the closed forms, wrong ones fail."""
 
 import json
+from functools import partial
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from moe_course.bench import ladder
 from moe_course.bench.dispatch import rows_per_token
 from moe_course.errors import RunError
 from tests import oracle
+from tests.dispatch.dispatch_cases import QUICK
 
 TINY = ladder.Options(tokens_per_rank=32, d_model=32, d_ff=16, experts=16, top_k=4, rounds=2)
 TIMED = ("naive loop", "masked dense", "padded", "tiled grouped GEMM")
@@ -19,7 +22,8 @@ SENT = ("dedup dispatch", "bfloat16 on the wire", "MXFP8 on the wire")
 
 @pytest.fixture(scope="module")
 def figures():
-    return bench.run("ladder", TINY)
+    with mock.patch.object(jax, "jit", partial(jax.jit, compiler_options=QUICK)):
+        return bench.run("ladder", TINY)
 
 
 def test_the_reference_is_the_oracle():
@@ -28,7 +32,10 @@ def test_the_reference_is_the_oracle():
     assert oracle.relative_error(problem.reference, oracle.moe(*_in_oracles_order(problem))) < 1e-12
     ids = problem.arguments[1]
     assert all(len(set(row)) == 3 for row in ids)
-    assert problem.largest_group == np.bincount(ids.ravel(), minlength=8).max()
+    assert np.array_equal(problem.rows_of(8).sum(0), np.bincount(ids.ravel(), minlength=8))
+    assert problem.rows_of(4)[0, 1] == ((ids[:2] == 2) | (ids[:2] == 3)).sum(), (
+        "rank 0's two tokens, experts 2 and 3"
+    )
 
 
 def _in_oracles_order(problem):
@@ -73,16 +80,18 @@ def test_errors_are_rounding_of_what_travels(figures):
     assert 1e-4 < errors[5] < errors[6] < 0.125
 
 
-def test_a_rung_that_computes_something_else_is_noticed(monkeypatch):
-    """A twin that forgets the combine weights."""
-
-    def forgetful(x, ids, weights, gate_up, down):
-        return honest(x, ids, weights * 0 + 1, gate_up, down)
-
-    honest = ladder._every_expert
-    monkeypatch.setattr(ladder, "_every_expert", forgetful)
-    with pytest.raises(RunError, match="masked dense computes something else"):
-        bench.run("ladder", TINY)
+def test_a_rung_that_computes_something_else_is_noticed():
+    """A twin that forgets the combine weights, and one whose output is not a number."""
+    small = ladder.Options(tokens_per_rank=2, d_model=12, d_ff=6, experts=8, top_k=3)
+    problem = ladder.make_problem(small)
+    x, ids, weights, gate_up, down = problem.arguments
+    forgetful = ladder._every_expert(x, ids, np.ones_like(weights), gate_up, down)
+    honest = ladder._every_expert(x, ids, weights, gate_up, down)
+    assert ladder.check_output("honest", honest, problem.reference, "float32") < 1e-5
+    with pytest.raises(RunError, match="forgetful computes something else"):
+        ladder.check_output("forgetful", forgetful, problem.reference, "mxfp8")
+    with pytest.raises(RunError):
+        ladder.check_output("broken", honest * np.float32("nan"), problem.reference, "float32")
 
 
 def test_mxfp8_rows_travel_as_bytes():
