@@ -36,6 +36,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
+from moe_course.bench import recorded
 from moe_course.errors import SettingError
 from moe_course.lessons import check, plots, predict, quiz, yours
 from moe_course.lessons.widgets import explore
@@ -1182,7 +1183,18 @@ plots.show(
     f"{mine.memory.total / 1e9:.0f} GB, the fastest {answer.best.memory.total / 1e9:.0f}",
 )
 
+# %%
+fastest, mine_speed = answer.best, mine.tokens_per_second / answer.best.tokens_per_second
+print(f"the fastest:  {fastest.memory.total / 1e9:.0f} of {capacity:.0f} GB ± {fastest.memory.error:.0%}")
+print(
+    f"the choice:   {mine.memory.total / 1e9:.0f} GB, {mine_speed:.0%} ± {model.ratio_median_abs_error:.0%} of its speed"
+)
+print(f"              {mine.layout.describe()}, recompute {' '.join(mine.layout.recompute) or 'nothing'}")
+
 # %% [markdown]
+# The fastest fills what there is, by a memory model with an error much larger than the gap: whether it runs at all is
+# open. The choice has room for that.
+#
 # To defend a plan is to say what every other choice would have cost. The planner changes one choice at a time and names
 # the part of the step that grows, here for the fastest on 1,024. A sentence that rests on less than the error is no
 # argument; one about memory, or about which part of the step grows, is.
@@ -1293,8 +1305,8 @@ climbed = steps[-1].published / steps[0].published
 model_climb = steps[-1].predicted / steps[0].predicted
 draw_ladder(
     steps,
-    f"Published, a factor of {climbed:.2f}; the model's causes explain {model_climb:.2f}, from {steps[0].residual:+.0%} to "
-    f"{steps[-1].residual:+.0%}: the rest is work on details that it does not see",
+    f"Published, a factor of {climbed:.2f}, of which the model has causes for {model_climb:.2f}: too fast by "
+    f"{steps[0].residual:.0%} at first, too slow by {-steps[-1].residual:.0%} at last, for it does not see the details between",
 )
 
 # %% [markdown]
@@ -1325,6 +1337,70 @@ print(textwrap.fill(ladder.discrepancy(), 108))
 print(f"{'published':<60}{ladder.FIRST:>6.0f} TFLOPS {ladder.PROFILE:>5.0%} communication")
 for name, tflops, share in ladder.start_readings():
     print(f"{name:<60}{tflops:>6.0f} TFLOPS {share:>5.0%}   (± {model.median_abs_error:.0%})")
+
+# %% [markdown]
+# ### Your own ladder
+#
+# The same climb, without a rack: `moe-course bench ladder` runs one MoE layer forward on eight simulated devices in
+# seven ways, each compared with float64. Four are timed in turn, as ratios; the devices share the cores of one machine,
+# so a ratio says what the work costs there and nothing about a network. The last three are judged by bytes: a CPU has
+# no ragged all-to-all to time. Recorded once; run it yourself.
+
+# %%
+own_ladder = recorded("ladder")
+about = own_ladder.pop("about")
+print(f"{about['devices']} ({about['cores']}), JAX {about['jax']}, {about['date']}")
+print(
+    f"{about['tokens_per_rank']} tokens a device, {about['experts']} experts, {about['top_k']} picks, D {about['d_model']}"
+)
+print(f"{'':<22}{'over first':>11}{'over before':>12}{'bytes/token':>13}{'of first':>9}{'error':>9}")
+for name, rung in own_ladder.items():
+    times = [
+        f"{rung[key]:.1f}x" if rung[key] else ""
+        for key in ("times_faster_than_first", "times_faster_than_before")
+    ]
+    size = f"{rung['bytes_per_token']:>13,.0f}{rung['bytes_of_first']:>9.2f}{rung['error']:>9.0e}"
+    print(f"{name:<22}{times[0]:>11}{times[1]:>12}{size}")
+
+# %% [markdown]
+# A row of the deduplicated exchange carries, beside its D numbers there and D back, 64 bytes of weights and expert
+# numbers. By how much does MXFP8 there shrink the bytes of bfloat16 there and back? Predict the ratio in per cent, for
+# this D.
+
+# %%
+predict(
+    "bytes of MXFP8 there over those of bfloat16, %",
+    ### BEGIN ANSWER
+    100 * (256 * 33 / 32 + 64 + 2 * 256) / (2 * 256 + 64 + 2 * 256),
+    ### END ANSWER
+    measured=round(100 * own_ladder["MXFP8 on the wire"]["bytes_of_before"], 1),
+    within=0.01,
+)
+
+# %%
+fig, axes = plots.figure(8.8, 2.8, columns=2)
+names = list(own_ladder)
+y = np.arange(len(names))
+speed_up = [own_ladder[name]["times_faster_than_first"] or 0 for name in names]
+bytes_per_token = [own_ladder[name]["bytes_per_token"] / 1e3 for name in names]
+axes[0].barh(y, speed_up, color=plots.expert_color(0))
+for place, value in zip(y, speed_up, strict=True):
+    axes[0].text(value + 0.4, place, f"{value:.1f}" if value else "not timed", va="center", fontsize=9)
+axes[1].barh(y, bytes_per_token, color=plots.expert_color(1))
+axes[0].set(
+    yticks=y,
+    yticklabels=names,
+    ylim=(6.6, -0.6),
+    xlim=(0, 1.2 * max(speed_up)),
+    xlabel="times faster than the loop",
+)
+axes[1].set(yticks=[], ylim=(6.6, -0.6), xlabel="kB sent per token, both ways")
+fastest = max(names, key=lambda name: own_ladder[name]["times_faster_than_first"] or 0)
+plots.show(
+    fig,
+    f"Work first, then bytes: {fastest} is {max(speed_up):.0f} times the loop's speed on simulated devices; dispatch and "
+    f"formats leave {bytes_per_token[-1] / bytes_per_token[0]:.0%} of its bytes",
+)
 
 # %% [markdown]
 # ### To 1,024 GPUs, and beyond
