@@ -18,6 +18,7 @@ the work costs there, not what a network or a GPU would make of it.
 import datetime
 import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,7 +89,7 @@ def run(options: Options = Options()) -> dict:
     padding of the buffers, from the compiled program, where it is not an emulation. ``bytes_of_before`` and
     ``bytes_of_first``: over those of the rung before and of the first. ``error``: max |d| / max |reference|.
     """
-    problem = make_problem(options)
+    about, problem = _about(options), make_problem(options)
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, expert=DEVICES))
     figures, programs = {}, {}
     with jax.set_mesh(mesh):
@@ -106,7 +107,7 @@ def run(options: Options = Options()) -> dict:
     first = next(iter(figures))
     for before, name in itertools.pairwise([first, *figures]):
         figures[name] |= _ratios(figures, seconds, first, before, name)
-    figures["about"] = _about(options)
+    figures["about"] = about
     if options.write:
         path = Path(__file__).parent / "results" / "ladder.json"
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -126,9 +127,11 @@ def _ratios(figures, seconds, first: str, before: str, name: str) -> dict:
 
 def _about(options: Options) -> dict:
     sizes = ("tokens_per_rank", "d_model", "d_ff", "experts", "top_k", "skew", "rounds")
+    # What else ran in the minute before: above 1 or so, ratios of times are rougher.
     return {
         "devices": f"{DEVICES} simulated, on the cores of one machine",
         **{key: getattr(options, key) for key in sizes},
+        "load_average_before": round(os.getloadavg()[0], 1),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **versions(),
     }

@@ -222,7 +222,7 @@ def search(
         raise SettingError(
             f"{shape.name} does not fit {gpus} x {machine.name}{flags and f' with {flags}'}: the leanest layout needs "
             f"{least:.0f} GB per GPU and {RESERVE / 1e9:.0f} GB of reserve, of {machine.memory / 1e9:.0f}. "
-            f"Use --gpus {2 * gpus} or more{flags and ', or leave a size out'}."
+            f"{_more_gpus(shape, machine, gpus, **options)}{flags and ', or leave a size out'}."
         )
     return Search(shape, machine, every, fitting)
 
@@ -232,6 +232,16 @@ def _first_problem(shape: ModelShape, machine: Machine, gpus: int, sizes=None, *
     batch = options.get("global_batch") or 16 * gpus
     base = Layout(gpus, seq_len=options.get("seq_len", 4096), global_batch=batch)
     return next(_candidates(base, shape, machine, sizes or {})).problem(shape)
+
+
+def _more_gpus(shape: ModelShape, machine: Machine, gpus: int, global_batch=None, **options) -> str:
+    """The first doubling at which some layout fits, each GPU with its batch."""
+    for times in (2, 4, 8, 16, 32, 64, 128, 256):
+        batch = global_batch and times * global_batch
+        layouts = legal_layouts(shape, machine, times * gpus, global_batch=batch, **options)
+        if any(layout_memory(shape, layout).fits(machine.memory) for layout in layouts):
+            return f"Use --gpus {times * gpus} or more"
+    return "Use a machine with more memory, or a smaller model"
 
 
 QUESTIONS = {
@@ -260,25 +270,27 @@ def why(found: Search) -> list[str]:
         if not others:
             continue
         fitting = [p for p in others if p.memory.fits(found.machine.memory)]
-        label = f"{name} {_words(chosen)}"
+        label = f"{name} {_words(chosen)}, not"
         if others[0].step_seconds < best.step_seconds:
             faster = others[0]
             said.append(
-                f"{label}, not {_words(getattr(faster.layout, fields[0]))}: that would be "
-                f"{faster.tokens_per_second / best.tokens_per_second - 1:.1%} faster but needs "
+                f"{label} {_words(getattr(faster.layout, fields[0]))}: "
+                f"{faster.tokens_per_second / best.tokens_per_second - 1:.1%} faster, but it needs "
                 f"{faster.memory.total / 1e9:.0f} GB of {found.machine.memory / 1e9:.0f}, with "
                 f"{RESERVE / 1e9:.0f} GB kept free."
             )
         if fitting:
             other = fitting[0]
-            said.append(
-                f"{label}, not {_words(getattr(other.layout, fields[0]))}: {_difference(best, other)}."
-            )
+            said.append(f"{label} {_words(getattr(other.layout, fields[0]))}: {_difference(best, other)}.")
         elif others[0].step_seconds >= best.step_seconds:
-            said.append(f"{label}: every other choice alone is slower and does not fit.")
+            said.append(f"{label} another: every other choice alone is slower and does not fit.")
     if found.shape.moe_layers:
         said.append(_expert_sentence(found, best))
-    return said
+    doubt = best.calibration.ratio_median_abs_error
+    return [
+        *said,
+        f"A tie is a difference below {doubt:.0%}, the median error of such ratios on published runs.",
+    ]
 
 
 def _words(choice) -> str:
@@ -292,20 +304,19 @@ def _difference(best: Prediction, other: Prediction) -> str:
     slower = other.step_seconds / best.step_seconds - 1
     growth = {name: (other.parts[name] - best.parts[name]) / best.step_seconds for name in best.parts}
     worst = max(growth, key=growth.get)
-    doubt = best.calibration.ratio_median_abs_error
-    said = f"that is {slower:.1%} slower, mostly {worst} (+{growth[worst]:.1%} of the step)"
-    return said if slower > doubt else f"{said}; below {doubt:.0%} the model cannot tell two layouts apart"
+    tie = ", a tie" if slower <= best.calibration.ratio_median_abs_error else ""
+    return f"{slower:.1%} slower{tie}, mostly {worst} (+{growth[worst]:.1%} of the step)"
 
 
 def _expert_sentence(found: Search, best: Prediction) -> str:
     p, domain = best.layout, found.machine.domain
     where = (
-        "inside one NVLink domain"
+        "stays inside one NVLink domain"
         if p.ep * p.etp <= domain
-        else f"across {-(-p.ep * p.etp // domain)} domains"
+        else f"crosses {-(-p.ep * p.etp // domain)} domains"
     )
     rows = rows_per_expert(found.shape, p)
-    return f"A grouped GEMM sees {rows:.0f} rows per expert, and dispatch stays {where} of {domain} GPUs."
+    return f"A grouped GEMM sees {rows:.0f} rows per expert, and dispatch {where} of {domain} GPUs."
 
 
 def weak_scaling(

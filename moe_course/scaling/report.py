@@ -28,6 +28,7 @@ such predictions were off on published runs that the model had not seen. No GPU 
   moe-course plan --gpus 256 --ep 8 --skew 1.6 --straggler 0.02 --json
 
 models    {models}
+
 hardware  {machines}
 """
 
@@ -227,20 +228,23 @@ def show(found: plan.Search, options: Options) -> None:
 
     console = Console(highlight=False)
     calibration, best = found.best.calibration, found.best
-    half = f"± {calibration.median_abs_error:.0%}"
     precision = best.layout.precision
+    half, held = f"± {calibration.median_abs_error:.0%}", f"± {best.memory.error:.0%}"
     table = Table(title=f"{found.shape.name} on {options.gpus} {found.machine.name}, {precision}")
-    for name in ("layout", "tokens/s/GPU", "TFLOPS/GPU", "MFU", "exposed comm.", "memory GB"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
+    table.add_column("layout")
+    table.add_column("recompute")
+    for name in (f"tokens/s\nper GPU\n{half}", f"TFLOPS\nper GPU\n{half}", f"MFU\n{half}", "exposed\ncomm."):
+        table.add_column(name, justify="right")
+    table.add_column(f"memory\nGB\n{held}", justify="right")
     for p in found.fitting[: options.top]:
-        again = f", recompute {' '.join(p.layout.recompute)}" if p.layout.recompute else ""
         table.add_row(
-            p.layout.describe() + again,
-            f"{p.tokens_per_second:,.0f} {half}",
-            f"{p.tflops:,.0f} {half}",
-            f"{p.mfu:.1%} {half}",
+            p.layout.describe(),
+            {(): "nothing", ("full",): "all"}.get(p.layout.recompute, "parts"),
+            f"{p.tokens_per_second:,.0f}",
+            f"{p.tflops:,.0f}",
+            f"{p.mfu:.1%}",
             f"{p.communication_share:.0%}",
-            f"{p.memory.total / 1e9:.0f} ± {p.memory.error:.0%}",
+            f"{p.memory.total / 1e9:.0f}",
         )
     console.print(table)
     low, high = best.interval()
@@ -251,7 +255,7 @@ def show(found: plan.Search, options: Options) -> None:
         "published pairs: rows that are closer are a tie. No published run prints its exposed communication, so that "
         "column could not be checked.",
         f"MFU is of {best.peak_tflops:,.0f} dense TFLOPS ({format_of(precision)}); TFLOPS by active parameters, "
-        "causal, MTP counted.",
+        f"causal, MTP counted. Parts: {', '.join(plan.RECOMPUTE[1])}.",
         f"Searched {len(found.every):,} layouts; {len(found.fitting):,} fit. A step of the first: "
         + ", ".join(f"{name} {t / best.step_seconds:.0%}" for name, t in shares[:7])
         + ".",
@@ -268,8 +272,9 @@ def draw(found: plan.Search, path: Path, straggler: float = 0.0) -> None:
     figure = Figure(figsize=(14, 4.2), layout="constrained")
     step, curve, memory = figure.subplots(1, 3)
     names = [name for name, value in best.parts.items() if value > 0][::-1]
-    step.barh(names, [1e3 * best.parts[name] for name in names])
-    step.set(xlabel="milliseconds")
+    step.bar_label(step.barh(names, [best.parts[name] for name in names]), fmt="%.2f", padding=2)
+    step.set(xlabel="seconds")
+    step.margins(x=0.15)
     step.set_title(f"step {best.step_seconds:.2f} s ± {best.calibration.median_abs_error:.0%}")
 
     counts = sorted(
@@ -287,7 +292,9 @@ def draw(found: plan.Search, path: Path, straggler: float = 0.0) -> None:
     curve.set_title(f"weak scaling: traffic only, {waits}")
 
     parts, room = best.memory.parts, found.machine.memory / 1e9
-    memory.barh(list(parts)[::-1], [size / 1e9 for size in list(parts.values())[::-1]])
+    bars = memory.barh(list(parts)[::-1], [size / 1e9 for size in list(parts.values())[::-1]])
+    memory.bar_label(bars, fmt="%.1f", padding=2)
+    memory.margins(x=0.15)
     memory.set(xlabel="GB")
     memory.set_title(f"memory {best.memory.total / 1e9:.0f} of {room:.0f} GB ± {best.memory.error:.0%}")
     figure.suptitle(f"{found.shape.name}, {found.machine.name}: {best.layout.describe()}")
