@@ -1171,7 +1171,9 @@ ax.plot(size[index], speed[index], "*", ms=17, color=plots.expert_color(1), labe
 ax.axvline(capacity, color=plots.INK, lw=0.9, ls="--")
 ax.annotate("what a GB200 has", (capacity, 200), xytext=(4, 0), textcoords="offset points", fontsize=9)
 ax.set(
-    xscale="log", xlabel="GB per GPU, predicted", ylabel=f"tokens/s per GPU, ± {model.median_abs_error:.0%}"
+    xscale="log",
+    xlabel=f"GB per GPU, ± {mine.memory.error:.0%}",
+    ylabel=f"tokens/s per GPU, ± {model.median_abs_error:.0%}",
 )
 ax.set_xticks([50, 100, 200, 400, 800], ["50", "100", "200", "400", "800"])
 ax.minorticks_off()
@@ -1306,7 +1308,7 @@ model_climb = steps[-1].predicted / steps[0].predicted
 draw_ladder(
     steps,
     f"Published, a factor of {climbed:.2f}, of which the model has causes for {model_climb:.2f}: too fast by "
-    f"{steps[0].residual:.0%} at first, too slow by {-steps[-1].residual:.0%} at last, for it does not see the details between",
+    f"{steps[0].residual:.0%} at first, too slow by {-steps[-1].residual:.0%} at last: it does not see the details between",
 )
 
 # %% [markdown]
@@ -1323,7 +1325,9 @@ draw_ladder(
 )
 
 # %%
-print("cause, by the model: the part of the step that shrinks most")
+print(
+    f"cause, by the model: the part of the step that shrinks most (a step ± {model.median_abs_error:.0%}, a part unknown)"
+)
 for step in steps[1:]:
     print(f"  {step.name:<52}{step.cause}")
 print(textwrap.fill(ladder.discrepancy(), 108))
@@ -1344,7 +1348,8 @@ for name, tflops, share in ladder.start_readings():
 # The same climb, without a rack: `moe-course bench ladder` runs one MoE layer forward on eight simulated devices in
 # seven ways, each compared with float64. Four are timed in turn, as ratios; the devices share the cores of one machine,
 # so a ratio says what the work costs there and nothing about a network. The last three are judged by bytes: a CPU has
-# no ragged all-to-all to time. Recorded once; run it yourself.
+# no ragged all-to-all to time. Where a rung is slower than the one before, ask what it pads, and to what. Recorded
+# once; run it yourself.
 
 # %%
 own_ladder = recorded("ladder")
