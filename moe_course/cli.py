@@ -17,6 +17,7 @@ usage: moe-course COMMAND [options]
   progress   exercises passed, yours or a room's   moe-course progress [--all DIR]
   doctor     what is installed, what is missing    moe-course doctor [--gpu] [--json]
   bench      reproduce a measured claim            moe-course bench grouped-gemm --json
+  plan       which parallelism, how fast, why      moe-course plan --model deepseek-v3 --hardware gb200 --gpus 1024
   notebooks  make the notebooks from solutions/    moe-course notebooks [02 ...] [--check]
 
 moe-course COMMAND --help lists the options of a command."""
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         "progress": _progress,
         "doctor": _doctor,
         "bench": _bench,
+        "plan": _plan,
         "notebooks": _notebooks,
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -131,6 +133,12 @@ def _bench(argv: list[str]) -> int:
 
     bench(argv)
     return 0
+
+
+def _plan(argv: list[str]) -> int:
+    from moe_course.scaling.report import main as plan
+
+    return plan(argv)
 
 
 if __name__ == "__main__":

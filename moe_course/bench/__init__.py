@@ -16,10 +16,12 @@ BENCHES = {
     "dispatch": "moe_course.bench.dispatch",
     "grouped-gemm": "moe_course.bench.grouped_gemm",
     "kill-rate": "moe_course.bench.kill_rate",
+    "ladder": "moe_course.bench.ladder",
     "ledger": "moe_course.bench.ledger",
     "moe-layer": "moe_course.bench.moe_layer",
     "notebooks": "moe_course.bench.notebooks",
     "parity-run": "moe_course.bench.parity_run",
+    "planner": "moe_course.bench.planner",
     "quant-error": "moe_course.bench.quant_error",
     "train-step": "moe_course.bench.train_step",
 }

@@ -15,7 +15,9 @@ Unlike the two sources, the router is counted (0.3 % of DeepSeek-V3): it is a ma
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from moe_course.errors import SettingError
 from moe_course.models.config import ModelConfig
+from moe_course.scaling.shape import ModelShape
 
 MFU_FORMULA = "MFU = training FLOPs per token by active parameters × tokens / (seconds × devices × peak)"
 """What :func:`mfu` computes; printed wherever its value is."""
@@ -174,3 +176,58 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
         mtp=c.mtp_depth * (2 * c.d_model**2 + 2 * c.d_model + mtp_layer),
         idle=(c.num_moe_layers + c.mtp_depth) * (c.num_experts - c.top_k) * expert,
     )
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What one source counts as model FLOPs. A multiply-add is 2 FLOPs and a step 3 forwards for all of them."""
+
+    who: str
+    causal: bool = True
+    """Count half of the seq x seq scores."""
+    mtp: bool = True
+    router: bool = False
+    window: bool = True
+    """Count a windowed layer's window, not the whole sequence."""
+    expert_matmuls: int = 0
+    """Matmuls counted per expert; 0: as many as it has."""
+
+
+CONVENTIONS = {
+    "exact": Convention("every matmul that the model asks for", router=True),
+    "megatron": Convention("Megatron-Bridge and Megatron-LM, from 26.06"),
+    "bridge-gpt-oss-2025": Convention(
+        "Megatron-Bridge's GPT-OSS rows up to 26.04.01: 2 of 3 expert matmuls, no window",
+        window=False,
+        expert_matmuls=2,
+    ),
+    "megatron-llama": Convention("Megatron-LM examples/llama", causal=False),
+    "deepseek": Convention("DeepSeek (arXiv 2412.19437, 2505.09343), causal; NeMo Automodel", mtp=False),
+    "deepseek-noncausal": Convention("DeepSeek (arXiv 2505.09343), non-causal", causal=False, mtp=False),
+    "torchtitan": Convention("torchtitan: 6 x active + 6 L H (d_qk + d_v) s", causal=False, router=True),
+    "maxtext-2024": Convention("MaxText before July 2025", causal=False, router=True),
+    "maxtext": Convention("MaxText today", router=True),
+}
+"""By name, read off each source's formula and checked against its printed TFLOPS and tokens/s."""
+
+
+def published_flops(shape: ModelShape, seq_len: int, convention: str = "megatron") -> dict[str, float]:
+    """Training FLOPs per token of any :class:`ModelShape`, by term, as one source counts them."""
+    if convention not in CONVENTIONS:
+        raise SettingError(f"there is no convention {convention!r}. Use one of {', '.join(CONVENTIONS)}.")
+    how, s = CONVENTIONS[convention], shape if CONVENTIONS[convention].mtp else shape.without_mtp()
+    moe_layers, attention_layers = s.moe_layers + s.mtp, s.attention_layers + s.mtp
+    matmuls = how.expert_matmuls or s.expert_matmuls
+    core = s.core_per_token(seq_len, causal=how.causal, window=how.window)
+    terms = {
+        "attention projections": attention_layers * s.attention_weights,
+        "attention core": attention_layers * core,
+        "dense feed-forward": s.dense_layers * 3 * s.d_model * s.d_ff_dense,
+        "routed experts": moe_layers * s.top_k * matmuls * s.d_model * s.d_ff,
+        "shared experts": moe_layers * matmuls * s.d_model * s.d_ff_shared,
+        "router": moe_layers * s.d_model * s.experts * how.router,
+        "head": (1 + s.mtp) * s.d_model * s.vocab,
+        "MTP projection": s.mtp * 2 * s.d_model**2,
+        "Mamba": s.other_weights,
+    }
+    return {name: 6.0 * macs for name, macs in terms.items() if macs}

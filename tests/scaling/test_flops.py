@@ -233,3 +233,23 @@ def test_b91_utilisation_halves_when_the_peak_doubles():
     assert flops.mfu(**run, peak_tflops=4500) == flops.mfu(**run, peak_tflops=2250) / 2
     assert flops.tflops_per_device(**run) == pytest.approx(2.5e11 * 1e6 / 10 / 64 / 1e12)
     assert all(word in flops.MFU_FORMULA for word in ("active", "peak", "seconds", "devices"))
+
+
+@pytest.mark.slow
+def test_a_whole_compiled_step_is_within_two_per_cent_of_the_count_of_xla(monkeypatch):
+    """Loss, backward and all, of a model with MLA; wide enough that norms and activations are small change."""
+    from moe_course.models.deepseek import DeepSeekLM
+
+    monkeypatch.setattr(causal_attention, "_BLOCK", SEQ)
+    c = replace(CONFIG, d_model=1024, d_ff_dense=4096, vocab_size=2048, num_layers=2, num_dense_layers=2)
+    graph, state = nnx.split(nnx.eval_shape(lambda: DeepSeekLM(c, rngs=nnx.Rngs(params=0))))
+    batch = jax.ShapeDtypeStruct((2, SEQ), jnp.int32)
+
+    def loss(state, tokens):
+        logits = nnx.merge(graph, state)(tokens, jnp.zeros_like(tokens)).logits
+        return -jnp.mean(jax.nn.log_softmax(logits.astype(jnp.float32))[..., 0])
+
+    counted = xla_flops(jax.grad(loss, allow_int=True), state, batch) / (2 * SEQ)
+    predicted = total(flops.training_flops(c, SEQ, causal=False))
+    assert predicted == pytest.approx(counted, rel=0.02)
+    assert total(flops.training_flops(c, SEQ, causal=True)) < predicted
