@@ -21,6 +21,8 @@ from moe_course.errors import SettingError
 DATA, FSDP, NODE, EXPERT = "data", "fsdp", "node", "expert"
 TOKEN_AXES = (DATA, FSDP, EXPERT)
 """Axes over which tokens (and the batch) are cut, on a mesh without a ``node`` axis; see :func:`token_axes`."""
+STACKED = "layers"
+"""Parameters under this name are stacked: their first dimension counts layers."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,11 @@ def expert_spec(shape: tuple[int, int, int], fsdp: int, axes: str | tuple[str, s
 def param_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
     """The partition of one parameter (or its optimizer moments), from its name and shape.
 
-    The router stays whole: it is small, float32, and every rank must pick the same experts.
+    The router stays whole: it is small, float32, and every rank must pick the same experts. Stacked layers
+    are cut as one layer is, and never between layers.
     """
+    if STACKED in path:
+        return P(None, *param_spec(tuple(name for name in path if name != STACKED), shape[1:], mesh))
     fsdp = mesh.shape[FSDP]
     if "router" in path:
         return P()
@@ -136,10 +141,14 @@ def tree_shardings(tree, mesh: Mesh):
     """``NamedSharding`` for every leaf of a parameter or optimizer-state tree, by :func:`param_spec`."""
 
     def of_leaf(path, leaf):
-        names = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-        return NamedSharding(mesh, param_spec(names, leaf.shape, mesh))
+        return NamedSharding(mesh, param_spec(path_names(path), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(of_leaf, tree)
+
+
+def path_names(path) -> tuple[str, ...]:
+    """The keys of a path as ``jax.tree_util.tree_map_with_path`` gives it."""
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def ambient_mesh():

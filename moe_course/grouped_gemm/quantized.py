@@ -117,14 +117,15 @@ quantized_grouped_gemm.defvjp(_forward, _backward)
 def count_quantized_gemms(f: Callable, *args) -> dict[str, int]:
     """How many quantised products tracing ``f(*args)`` meets, by kind: proof that a recipe reached its layers."""
     found = Counter()
-    _count(jax.make_jaxpr(f)(*args).jaxpr, found)
+    _count(jax.make_jaxpr(f)(*args).jaxpr, found, 1)
     return {gemm: found[QUANTIZED_GEMM + gemm] for gemm in ("fprop", "dgrad", "wgrad")}
 
 
-def _count(jaxpr, found: Counter) -> None:
+def _count(jaxpr, found: Counter, times: int) -> None:
     for equation in jaxpr.eqns:
-        found[equation.params.get("name") if equation.primitive.name == "name" else None] += 1
+        found[equation.params.get("name") if equation.primitive.name == "name" else None] += times
+        inside = times * equation.params["length"] if equation.primitive.name == "scan" else times
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                _count(inner, found)
+                _count(inner, found, inside)

@@ -2,12 +2,16 @@
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_course.dispatch import DispatchPlan
 from moe_course.layers.attention import MLA
 from moe_course.layers.linear import Linear, RMSNorm, SwiGLU
 from moe_course.layers.moe import MoE, MoEStats
+
+ATTENTION_OUT = "attention_out"
+"""Checkpoint name of what attention adds to the residual stream [tokens, d_model]."""
 
 
 class Block(nnx.Module):
@@ -37,7 +41,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "tokens d_model"], segments: Int[Array, "batch seq"]
     ) -> tuple[Float[Array, "tokens d_model"], Float[Array, "tokens d_model"]]:
         """(residual stream after attention, what the feed-forward sees)."""
-        x = x + self.attention(self.attention_norm(x), segments)
+        x = x + checkpoint_name(self.attention(self.attention_norm(x), segments), ATTENTION_OUT)
         return x, self.feed_forward_norm(x)
 
 

@@ -14,14 +14,24 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from moe_course.dispatch import DispatchPlan
+from moe_course.experts import RESIDUAL_NAMES
 from moe_course.layers.attention import MLA
-from moe_course.layers.block import MTP, Block
+from moe_course.layers.block import ATTENTION_OUT, MTP, Block
 from moe_course.layers.linear import Embedding, Linear, RMSNorm, SwiGLU
 from moe_course.layers.moe import ExpertBias, MoE, MoEStats
-from moe_course.models.config import ModelConfig
+from moe_course.layers.stack import apply_layers, layer_at, recompute, stack_layers
+from moe_course.models.config import SCAN_FROM, ModelConfig
 from moe_course.parallel import keep_tokens_sharded
 from moe_course.quant.recipes import Recipe
 from moe_course.routing import RouterConfig
+
+REMAT = {
+    "none": None,
+    "full": (),
+    "attention": (ATTENTION_OUT,),
+    "experts": (ATTENTION_OUT, *RESIDUAL_NAMES),
+}
+"""What the backward pass finds kept of each layer besides its input, by name; None: all that it needs."""
 
 
 def router_config(config: ModelConfig) -> RouterConfig:
@@ -46,14 +56,21 @@ class ModelOutput:
 
 
 class DeepSeekLM(nnx.Module):
-    """Token ids in, logits out. See :class:`ModelConfig` for the sizes."""
+    """Token ids in, logits out. See :class:`ModelConfig` for the sizes.
+
+    Layers of a kind are stacked (``moe_course.layers.stack``): ``layers["dense"]`` and ``layers["moe"]``, each
+    where the model has such layers. :meth:`layer` is one of them.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         init = {"std": c.init_std, "dtype": c.compute_dtype, "rngs": rngs}
         self.embedding = Embedding(c.vocab_size, c.d_model, **init)
-        self.layers = nnx.List(
-            [_block(c, layer >= c.num_dense_layers, rngs) for layer in range(c.num_layers)]
+        self.layers = nnx.Dict(
+            {
+                kind: stack_layers(partial(_block, c, kind == "moe"), number, rngs)
+                for kind, number in _kinds(c)
+            }
         )
         self.norm = RMSNorm(c.d_model, eps=c.norm_eps, dtype=c.compute_dtype)
         self.head = Linear(c.d_model, c.vocab_size, **init)
@@ -70,37 +87,45 @@ class DeepSeekLM(nnx.Module):
         backend: str = "auto",
         recipe: Recipe | None = None,
         key: Key[Array, ""] | None = None,
+        remat: str = "none",
+        scan_from: int = SCAN_FROM,
     ) -> ModelOutput:
         """``backend`` and ``recipe`` are those of the experts' grouped GEMMs, ``key`` what a recipe that rounds
-        stochastically needs: a new one each step."""
+        stochastically needs: a new one each step. ``remat`` names an entry of :data:`REMAT`. ``scan_from``
+        layers of a kind, or more, are one loop in the program, which is the same but for rounding."""
 
-        def experts(index: int) -> dict:
+        def apply(module, hidden, index, *more):
             layer_key = None if key is None else jax.random.fold_in(key, index)
-            return {"backend": backend, "recipe": recipe, "key": layer_key}
+            how = {"backend": backend, "recipe": recipe, "key": layer_key}
+            hidden, stats = module(hidden, *more, segments, plan, **how)
+            return hidden, (stats, jnp.isfinite(hidden).all())
 
+        apply = recompute(apply, REMAT[remat])
         hidden = keep_tokens_sharded(self.embedding(tokens.reshape(-1)))
-        states, moe = [], []
-        for index, layer in enumerate(self.layers):
-            hidden, stats = layer(hidden, segments, plan, **experts(index))
-            states.append(hidden)
-            moe.append(stats)
+        told, index = [], 0
+        for kind, number in _kinds(self.config):
+            indices = jnp.arange(index, index + number)
+            hidden, of_kind = apply_layers(
+                apply, self.layers[kind], hidden, indices, scan=number >= scan_from
+            )
+            told.append(of_kind)
+            index += number
         logits = self._logits(hidden, tokens.shape)
 
         mtp_logits = []
         for depth, module in enumerate(self.mtp):
             later = jnp.roll(tokens, -(depth + 1), axis=1)  # wraps; shifted_targets masks those positions
             embedded = self.embedding(later.reshape(-1))
-            hidden, stats = module(hidden, embedded, segments, plan, **experts(len(self.layers) + depth))
-            states.append(hidden)
-            moe.append(stats)
+            hidden, of_one = apply(module, hidden, index + depth, embedded)
+            told.append(jax.tree.map(lambda leaf: leaf[None], of_one))
             mtp_logits.append(self._logits(hidden, tokens.shape))
 
-        routed = [stats for stats in moe if stats is not None]
+        routed = [stats for stats, _ in told if stats is not None]
         return ModelOutput(
             logits=logits,
             mtp_logits=tuple(mtp_logits),
-            moe=jax.tree.map(lambda *leaves: jnp.stack(leaves), *routed) if routed else None,
-            finite=jnp.stack([jnp.isfinite(state).all() for state in states]),
+            moe=jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routed) if routed else None,
+            finite=jnp.concatenate([finite for _, finite in told]),
         )
 
     def first_moe_input(
@@ -108,14 +133,25 @@ class DeepSeekLM(nnx.Module):
     ) -> Float[Array, "tokens d_model"]:
         """What the first MoE layer's router and experts see. For measuring that layer on real routing."""
         hidden = keep_tokens_sharded(self.embedding(tokens.reshape(-1)))
-        for layer in self.layers:
-            if isinstance(layer.feed_forward, MoE):
-                return layer.before_feed_forward(hidden, segments)[1]
-            hidden, _ = layer(hidden, segments, None)
-        raise ValueError("the model has no MoE layer")
+        for index in range(self.config.num_dense_layers):
+            hidden, _ = self.layer(index)(hidden, segments, None)
+        return self.layer(self.config.num_dense_layers).before_feed_forward(hidden, segments)[1]
+
+    def layer(self, index: int) -> Block:
+        """One layer, counted from the first dense one."""
+        for kind, number in _kinds(self.config):
+            if index < number:
+                return layer_at(self.layers[kind], index)
+            index -= number
+        raise ValueError(f"the model has {self.config.num_layers} layers")
 
     def _logits(self, hidden, shape) -> Float[Array, "batch seq vocab"]:
         return self.head(self.norm(hidden)).astype(jnp.float32).reshape(*shape, -1)
+
+
+def _kinds(c: ModelConfig) -> list[tuple[str, int]]:
+    """(kind, number of its layers) in the order of the layers, without kinds that the model lacks."""
+    return [(k, n) for k, n in (("dense", c.num_dense_layers), ("moe", c.num_moe_layers)) if n]
 
 
 def _block(c: ModelConfig, is_moe: bool, rngs: nnx.Rngs) -> Block:

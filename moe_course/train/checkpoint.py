@@ -7,6 +7,7 @@ without sums, which is read unchecked.
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -66,6 +67,11 @@ class Checkpoints:
             )
         if changed := self._changed_file(step):
             raise self._unreadable(step, f"{changed} is damaged")
+        if self._keeps_layers_apart(step):
+            raise RunError(
+                f"the checkpoint of step {step} in {self.directory} is of a version that kept each layer's weights "
+                f"apart; now they are stacked. Resume it with that version, or start a new run with another --name."
+            )
         like = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             vars(abstract),
@@ -104,6 +110,11 @@ class Checkpoints:
             return None
         written, found = json.loads(file.read_text()), _sums_of(self.directory / str(step))
         return next((name for name in written if found.get(name) != written[name]), None)
+
+    def _keeps_layers_apart(self, step: int) -> bool:
+        """Whether it was written before layers were stacked, when each had its number as a key."""
+        file = self.directory / str(step) / "state" / "_METADATA"
+        return file.exists() and bool(re.search(r"'params', 'layers', '\d", file.read_text()))
 
     def _unreadable(self, step: int, what: str) -> RunError:
         older = [s for s in self._manager.all_steps() if s < step]

@@ -267,7 +267,7 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             enter = jax.jit(lambda state, *args: nnx.merge(graph, state).first_moe_input(*args))
             hidden = enter(state, tokens, segments)
-        return model.layers[c.model.num_dense_layers].feed_forward, hidden
+        return model.layer(c.model.num_dense_layers).feed_forward, hidden
 
     def close(self) -> None:
         """Finish writing."""

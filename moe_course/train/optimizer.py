@@ -1,9 +1,12 @@
 """AdamW with warm-up, cosine decay and clipping, from optax; and the expert-bias rule per layer."""
 
+from itertools import accumulate
+
 import jax
 import optax
 
 from moe_course.balance import update_expert_bias
+from moe_course.parallel import STACKED, path_names
 from moe_course.train.config import OptimizerConfig
 
 
@@ -22,7 +25,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """Clip by the norm over all parameters and shards, then AdamW. Vectors (norm scales) do not decay."""
 
     def is_matrix(params):
-        return jax.tree.map(lambda p: p.ndim >= 2, params)
+        def of_leaf(path, p):
+            return p.ndim - (STACKED in path_names(path)) >= 2  # the layer axis makes no matrix of a vector
+
+        return jax.tree_util.tree_map_with_path(of_leaf, params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -54,13 +60,19 @@ def learning_rate_at(schedule: optax.Schedule, step):
 def update_biases(biases: dict, load, rate: float) -> dict:
     """Move every router's selection bias by its own layer's load.
 
-    ``biases``: nested dict with one [E] leaf per MoE layer; ``load``: [layers, E], stacked in that order
+    ``biases``: nested dict with leaves [E] or, stacked, [layers, E]; ``load``: [layers, E], stacked in that order
     (trunk layers first, then MTP modules, which is also the order of the dict's keys). Empty is a no-op.
     """
     leaves, tree = jax.tree.flatten(biases)
     if not leaves:
         return biases
-    if len(leaves) != load.shape[0]:
-        raise ValueError(f"{len(leaves)} expert biases but loads of {load.shape[0]} layers")
-    moved = [update_expert_bias(bias, load[i], rate) for i, bias in enumerate(leaves)]
+    experts = load.shape[-1]
+    ends = list(accumulate(leaf.size // experts for leaf in leaves))
+    if ends[-1] != load.shape[0]:
+        raise ValueError(f"{ends[-1]} expert biases but loads of {load.shape[0]} layers")
+    loads = [
+        load[end - leaf.size // experts : end].reshape(leaf.shape)
+        for leaf, end in zip(leaves, ends, strict=True)
+    ]
+    moved = [update_expert_bias(bias, own, rate) for bias, own in zip(leaves, loads, strict=True)]
     return jax.tree.unflatten(tree, moved)

@@ -47,5 +47,10 @@ def non_finite_part(metrics: dict, num_layers: int) -> str:
         return f"the output of {name}"
     if not np.isfinite(metrics["total_loss"]):
         return "the loss (every layer's output is finite: see the head)"
-    parts = [name for name, finite in metrics["gradient_finite"].items() if not finite]
+    parts = []
+    for name, finite in metrics["gradient_finite"].items():
+        if np.ndim(finite):
+            parts += [f"{name} {index}" for index in np.flatnonzero(~np.asarray(finite))]
+        elif not finite:
+            parts.append(name)
     return f"the gradient of {', '.join(parts) or 'the parameters, as a norm,'}"

@@ -92,7 +92,8 @@ def batch_loss(model: DeepSeekLM, batch: dict, config: TrainConfig, plan: Dispat
     if recipe is not None and recipe.needs_key:
         key = jax.random.fold_in(jax.random.key(config.seed), step)
     experts = {"backend": config.backend, "recipe": recipe, "key": key}
-    out = model(tokens[:, :-1], segments[:, :-1], plan=plan, **experts)
+    how = {"remat": config.remat, "scan_from": config.scan_from}
+    out = model(tokens[:, :-1], segments[:, :-1], plan=plan, **experts, **how)
     targets, valid = shifted_targets(tokens, segments, 1)
     nats = jnp.where(valid, token_losses(out.logits, targets), 0.0)
     loss = nats.sum() / jnp.maximum(valid.sum(), 1).astype(jnp.float32)
@@ -149,7 +150,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, bucket: int):
         metrics = aux | {
             "total_loss": total,
             "gradient_norm": gradient_norm,
-            "gradient_finite": {name: jnp.isfinite(optax.tree.norm(g)) for name, g in named_parts(grads)},
+            "gradient_finite": finite_parts(grads),
             "learning_rate": learning_rate_at(schedule, state.step),
             "overflow": overflow,
             "finite": finite,
@@ -162,7 +163,9 @@ def make_train_step(config: TrainConfig, mesh: Mesh, bucket: int):
                 "max_over_mean": jax.vmap(load_report)(moe.load).max_over_mean,
                 "ledger": jax.tree.map(jnp.sum, moe.ledger),
                 "balance_loss": moe.balance_loss,
-                "bias_range": jnp.stack([b.max() - b.min() for b in jax.tree.leaves(state.bias)]),
+                "bias_range": jnp.concatenate(
+                    [jnp.ptp(b, axis=-1).reshape(-1) for b in jax.tree.leaves(state.bias)]
+                ),
             }
         return replace(kept, halted=~ok), metrics
 
@@ -198,16 +201,17 @@ def make_eval_step(config: TrainConfig, mesh: Mesh):
     return _on_mesh(mesh, jax.jit(evaluate, in_shardings=(state.params, state.bias, batch_sharding(mesh))))
 
 
-def named_parts(params: dict) -> list[tuple[str, dict]]:
-    """Parameters by part: ("embedding", ...), ("layers 0", ...), ... in reading order."""
-    parts = []
-    for name in ("embedding", "layers", "norm", "head", "mtp"):
-        if name not in params:
-            continue
-        if name in ("layers", "mtp"):
-            parts += [(f"{name} {index}", params[name][index]) for index in sorted(params[name])]
-        else:
-            parts.append((name, params[name]))
+def finite_parts(grads: dict) -> dict[str, Bool[Array, ""] | Bool[Array, "layers"]]:
+    """Whether the norm of each part's gradient is finite; for "layers" and "mtp" one by one, in their order."""
+
+    def finite(tree):
+        return jnp.isfinite(optax.tree.norm(tree))
+
+    parts = {name: finite(tree) for name, tree in grads.items() if name not in ("layers", "mtp")}
+    stacks = [grads["layers"][kind] for kind in sorted(grads["layers"])]  # dense, then moe
+    parts["layers"] = jnp.concatenate([jax.vmap(finite)(stack) for stack in stacks])
+    if "mtp" in grads:
+        parts["mtp"] = jnp.stack([finite(grads["mtp"][depth]) for depth in sorted(grads["mtp"])])
     return parts
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,6 +44,7 @@ def _in_oracles_order(problem):
     return x, gate_up, down, ids, weights
 
 
+@pytest.mark.slow
 def test_every_rung_is_there_in_order_with_its_figures(figures):
     assert list(figures) == [*TIMED, *SENT, "about"]
     assert json.loads(json.dumps(figures)) == figures
@@ -54,6 +56,7 @@ def test_every_rung_is_there_in_order_with_its_figures(figures):
     assert {"jax", "date", "cores", "devices"} <= set(figures["about"])
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_closed_forms(figures):
     """A row there, what goes beside it, and back; a gather carries all 8 x 32 tokens, their picks and float32 sums."""
     d, k, t = TINY.d_model, TINY.top_k, ladder.DEVICES
@@ -74,6 +77,7 @@ def test_bytes_are_those_of_the_closed_forms(figures):
     )
 
 
+@pytest.mark.slow
 def test_errors_are_rounding_of_what_travels(figures):
     errors = [figures[name]["error"] for name in (*TIMED, *SENT)]
     assert max(errors[:5]) < 1e-5
@@ -84,8 +88,8 @@ def test_a_rung_that_computes_something_else_is_noticed():
     """A twin that forgets the combine weights, and one whose output is not a number."""
     small = ladder.Options(tokens_per_rank=2, d_model=12, d_ff=6, experts=8, top_k=3)
     problem = ladder.make_problem(small)
-    x, ids, weights, gate_up, down = problem.arguments
-    forgetful = ladder._every_expert(x, ids, np.ones_like(weights), gate_up, down)
+    x, ids, weights, gate_up, down = map(jnp.asarray, problem.arguments)
+    forgetful = ladder._every_expert(x, ids, jnp.ones_like(weights), gate_up, down)
     honest = ladder._every_expert(x, ids, weights, gate_up, down)
     assert ladder.check_output("honest", honest, problem.reference, "float32") < 1e-5
     with pytest.raises(RunError, match="forgetful computes something else"):
@@ -96,14 +100,14 @@ def test_a_rung_that_computes_something_else_is_noticed():
 
 def test_mxfp8_rows_travel_as_bytes():
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
-    packed = ladder.pack(x, "mxfp8")
+    pack, unpack = (
+        jax.jit(partial(f, wire="mxfp8")) for f in (ladder.pack, partial(ladder.unpack, d_model=64))
+    )
+    packed = pack(x)
     assert packed.shape == (5, 66)
     assert packed.dtype == np.uint8
-    back = jax.jit(lambda rows: ladder.unpack(rows, 64, "mxfp8"))(packed)
-    assert oracle.relative_error(back, x) < 2.0**-4
-    assert np.array_equal(ladder.unpack(np.zeros_like(packed), 64, "mxfp8"), np.zeros((5, 64))), (
-        "empty rows are zeros"
-    )
+    assert oracle.relative_error(unpack(packed), x) < 2.0**-4
+    assert np.array_equal(unpack(np.zeros_like(packed)), np.zeros((5, 64))), "empty rows are zeros"
 
 
 def test_the_recorded_ladder_names_its_machine_and_has_every_rung():

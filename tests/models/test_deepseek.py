@@ -13,6 +13,7 @@ from moe_course.errors import SettingError
 from moe_course.models import deepseek
 from moe_course.models.config import DEEPSEEK_V3, ModelConfig
 from moe_course.models.deepseek import DeepSeekLM, shifted_targets, token_losses
+from tests.oracle import relative_error
 
 CONFIG = ModelConfig(
     d_model=32, num_layers=2, num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
@@ -92,7 +93,68 @@ def test_split_and_merge_are_inverse(model):
     again = deepseek.merger(CONFIG)(params, bias)
     tokens, segments = random_tokens(), np.zeros((BATCH, SEQ), np.int32)
     np.testing.assert_array_equal(again(tokens, segments).logits, model(tokens, segments).logits)
-    assert len(jax.tree.leaves(bias)) == CONFIG.num_moe_layers + CONFIG.mtp_depth
+    sizes = [leaf.size for leaf in jax.tree.leaves(bias)]
+    assert sum(sizes) == (CONFIG.num_moe_layers + CONFIG.mtp_depth) * CONFIG.num_experts
+
+
+STACKS = replace(CONFIG, num_layers=5, num_dense_layers=2, mtp_depth=1)
+
+
+def test_stacked_layers_start_as_layers_made_one_by_one():
+    """The numbers of every layer, and of what is made after the layers, for a program that only stacks."""
+
+    def one_by_one():
+        rngs = nnx.Rngs(params=3)
+        rngs.params()  # the embedding's
+        blocks = [deepseek._block(STACKS, index >= 2, rngs) for index in range(5)]
+        return blocks, rngs.params()
+
+    def stacked():
+        model = DeepSeekLM(STACKS, rngs=nnx.Rngs(params=3))
+        return [model.layer(index) for index in range(5)], model.head
+
+    blocks, next_key = jax.jit(one_by_one)()
+    layers, head = jax.jit(stacked)()
+    assert jax.tree.structure(layers) == jax.tree.structure(blocks)
+    for ours, theirs in zip(jax.tree.leaves(layers), jax.tree.leaves(blocks), strict=True):
+        assert (
+            relative_error(ours, theirs) < 2**-22
+        )  # the same draws; the compiler may round a product otherwise
+    shape = (STACKS.d_model, STACKS.vocab_size)
+    expected = STACKS.init_std * jax.random.normal(next_key, shape, jnp.float32)
+    assert relative_error(head.kernel[...], expected) < 2**-22
+
+
+def program(config, **how) -> str:
+    """The gradient of a sum of logits, as traced."""
+    abstract = nnx.eval_shape(lambda: DeepSeekLM(config, rngs=nnx.Rngs(params=0)))
+    graph, params, bias = nnx.split(abstract, nnx.Param, deepseek.ExpertBias)
+    tokens = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+
+    def total(params, bias, tokens):
+        return nnx.merge(graph, params, bias)(tokens, tokens, **how).logits.sum()
+
+    return jax.jit(jax.grad(total)).lower(params, bias, tokens).as_text()
+
+
+def test_the_program_does_not_grow_with_depth():
+    few, many = replace(STACKS, mtp_depth=0), replace(STACKS, num_layers=12, num_dense_layers=4, mtp_depth=0)
+
+    def lines(config, scan_from):
+        return len(program(config, scan_from=scan_from).splitlines())
+
+    assert lines(many, 1) < 1.01 * lines(few, 1)
+    assert lines(many, 99) > 1.5 * lines(few, 99)
+    assert (
+        lines(many, 5) == lines(replace(many, num_layers=9), 5) > lines(many, 1)
+    )  # eight or five MoE layers, one loop
+
+
+def test_remat_recomputes_what_it_does_not_name():
+    """Matrix products in the program: more are recomputed the fewer names are kept; a block's input always is."""
+    config = replace(CONFIG, mtp_depth=0)
+    products = {remat: program(config, remat=remat).count("dot_general") for remat in deepseek.REMAT}
+    assert products["none"] < products["experts"] < products["attention"] < products["full"]
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,19 @@ def test_loads_on_any_mesh(saved, mesh):
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert meta == {"bucket": 1, "seconds": 2.5, "data": "x"}
-    gate_up = restored.params["layers"][1]["feed_forward"]["experts"]["gate_up"]
-    assert gate_up.sharding.shard_shape(gate_up.shape)[0] == 8 // mesh[2]
+    gate_up = restored.params["layers"]["moe"]["feed_forward"]["experts"]["gate_up"]
+    assert gate_up.sharding.shard_shape(gate_up.shape)[:2] == (1, 8 // mesh[2])
+
+
+def test_layers_that_were_kept_apart_are_told_from_damage(saved, tmp_path):
+    _, state = saved
+    apart = replace(state, params={"layers": {0: {"kernel": np.zeros(2)}, 1: {"kernel": np.zeros(2)}}})
+    old = Checkpoints(tmp_path / "old", keep=1)
+    old.save(3, apart, {})
+    old.wait()
+    with pytest.raises(RunError, match=r"step 3 .* kept each layer's weights apart; .* with another --name"):
+        old.restore(abstract_state(CONFIG), make_mesh(CONFIG.mesh))
+    old.close()
 
 
 def test_full_disk_is_told_before_anything_is_written(saved, monkeypatch):

@@ -119,7 +119,7 @@ def two_losses(config, state):
 def test_b38_b67_b68_checkpoints_move_between_meshes(tmp_path):
     """Values, optimizer state, expert bias; then the losses of the two steps that follow."""
     state, _ = step_on(WRITER)(fresh_state(), batch())
-    experts = state.params["layers"][1]["feed_forward"]["experts"]["down"].reshape(8, -1)
+    experts = state.params["layers"]["moe"]["feed_forward"]["experts"]["down"].reshape(8, -1)
     assert len(np.unique(experts[:, 0])) == 8
     assert all(np.any(bias) for bias in jax.tree.leaves(state.bias))
     goes_on = two_losses(WRITER, state)
@@ -131,8 +131,8 @@ def test_b38_b67_b68_checkpoints_move_between_meshes(tmp_path):
         restored, _ = checkpoints.restore(abstract_state(reader), make_mesh(reader.mesh))
         for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
             assert np.array_equal(np.asarray(a), np.asarray(b))
-        weights = restored.params["layers"][1]["feed_forward"]["experts"]["gate_up"]
-        assert weights.sharding.shard_shape(weights.shape)[0] == 8 // reader.mesh.expert
+        weights = restored.params["layers"]["moe"]["feed_forward"]["experts"]["gate_up"]
+        assert weights.sharding.shard_shape(weights.shape)[1] == 8 // reader.mesh.expert
         losses = two_losses(reader, restored)
         if reader == WRITER:
             assert losses == goes_on  # the silent case: same mesh, same bits
@@ -146,7 +146,7 @@ def rank_0_only(state):
 
     def of_leaf(path, leaf):
         is_expert = any(getattr(key, "key", None) == "experts" for key in path)
-        return np.concatenate([leaf[:4], leaf[:4]]) if is_expert else leaf
+        return np.concatenate([leaf[:, :4], leaf[:, :4]], axis=1) if is_expert else leaf
 
     return replace(state, params=jax.tree_util.tree_map_with_path(of_leaf, state.params))
 

@@ -10,7 +10,15 @@ import pytest
 from moe_course.models.config import ModelConfig
 from moe_course.parallel import MeshConfig, batch_sharding, make_mesh
 from moe_course.train.config import OptimizerConfig, TrainConfig
-from moe_course.train.step import dispatch_plan, init_state, make_eval_step, make_train_step
+from moe_course.train.optimizer import apply_gradients, make_optimizer, update_biases
+from moe_course.train.readout import non_finite_part
+from moe_course.train.step import (
+    dispatch_plan,
+    finite_parts,
+    init_state,
+    make_eval_step,
+    make_train_step,
+)
 from tests.oracle import relative_error
 
 MODEL = ModelConfig(
@@ -88,6 +96,63 @@ def test_same_training_on_1_2_4_and_8_devices():
         assert equal(their_bias, bias)
 
 
+DEEP = replace(MODEL, num_layers=5, num_dense_layers=2, mtp_depth=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 4)])
+def test_one_loop_over_layers_trains_as_layers_one_by_one(mesh):
+    """Three steps of either program, from the same state, with everything recomputed in a third."""
+    results = []
+    for how in ({}, {"scan_from": 1}, {"remat": "full"}):
+        run = Run(config(mesh, model=DEEP, **how))
+        results.append(([run(random_batch(i)) for i in range(3)], snapshot(run.state)))
+    (reference, (params, bias, *_)), *others = results
+    for metrics, (their_params, their_bias, *_) in others:
+        for ours, theirs in zip(reference, metrics, strict=True):
+            for name in ("loss", "total_loss", "gradient_norm", "nats_by_domain", "balance_loss"):
+                assert relative_error(theirs[name], ours[name]) < 5e-6, name
+            np.testing.assert_array_equal(theirs["load"], ours["load"])
+        assert max(jax.tree.leaves(jax.tree.map(relative_error, their_params, params))) < 5e-5
+        assert equal(their_bias, bias)
+
+
+def test_a_stack_of_vectors_is_no_matrix_to_weight_decay():
+    """With no gradient, only decay moves a weight: matrices shrink, stacked or not, norm scales stay."""
+    optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+    layer = {"norm": {"scale": jnp.ones((3, 4))}, "out": {"kernel": jnp.ones((3, 4, 4))}}
+    mtp = {0: {"norm": {"scale": jnp.ones(4)}, "out": {"kernel": jnp.ones((4, 4))}}}
+    params = {"layers": {"moe": layer}, "mtp": mtp}
+    state, nothing = optimizer.init(params), jax.tree.map(jnp.zeros_like, params)
+    new = params
+    for _ in range(2):  # the first step has learning rate 0
+        new, state = apply_gradients(optimizer, nothing, state, new)
+    for part in (new["layers"]["moe"], new["mtp"][0]):
+        assert (part["norm"]["scale"] == 1).all()
+        assert (part["out"]["kernel"] < 1).all()
+
+
+def test_each_layer_of_a_stack_moves_its_bias_by_its_own_load():
+    biases = {"layers": {"moe": {"bias": jnp.zeros((2, 2))}}, "mtp": {0: {"bias": jnp.zeros(2)}}}
+    load = jnp.array([[3, 1], [1, 3], [2, 2]])
+    moved = update_biases(biases, load, 0.5)
+    np.testing.assert_array_equal(moved["layers"]["moe"]["bias"], [[-0.5, 0.5], [0.5, -0.5]])
+    np.testing.assert_array_equal(moved["mtp"][0]["bias"], [0, 0])
+    with pytest.raises(ValueError, match="3 expert biases but loads of 2 layers"):
+        update_biases(biases, load[:2], 0.5)
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_layer():
+    kernel = jnp.ones((2, 3))
+    grads = {
+        "head": {"kernel": kernel},
+        "layers": {"dense": {"a": kernel}, "moe": {"a": kernel.at[1, 2].set(jnp.nan), "b": kernel}},
+        "mtp": {0: {"a": kernel}, 1: {"a": kernel.at[0, 0].set(jnp.inf)}},
+    }
+    metrics = {"layer_finite": [True] * 6, "total_loss": 1.0, "gradient_finite": finite_parts(grads)}
+    assert non_finite_part(metrics, 4) == "the gradient of layers 3, mtp 1"
+
+
 @pytest.fixture(scope="module")
 def run():
     return Run(config())
@@ -105,14 +170,14 @@ def test_bias_moves_once_per_step_against_the_load(run):
     metrics = run(random_batch(17))
     _, after, *_ = snapshot(run.state)
     (old,), (new,) = jax.tree.leaves(before), jax.tree.leaves(after)
-    load = metrics["load"][0]
+    load = metrics["load"]  # of the one MoE layer
     np.testing.assert_allclose(new - old, 0.01 * np.sign(load.mean() - load), atol=1e-7)
 
 
 def test_non_finite_loss_changes_nothing_and_halts(run):
     poisoned = jax.tree.map(jnp.array, run.state)
-    kernel = poisoned.params["layers"][1]["attention"]["out"]["kernel"]
-    poisoned.params["layers"][1]["attention"]["out"]["kernel"] = kernel.at[0, 0].set(jnp.nan)
+    out = poisoned.params["layers"]["moe"]["attention"]["out"]
+    out["kernel"] = out["kernel"].at[0, 0, 0].set(jnp.nan)
     before = snapshot(poisoned)
     batch = jax.device_put(random_batch(1), batch_sharding(run.mesh))
     state, metrics = run.step(poisoned, batch)
