@@ -6,6 +6,7 @@ once per process, outside ``jit`` (:func:`bootstrap`), with the buffers of one :
 
 import contextlib
 import math
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -172,8 +173,11 @@ def bootstrap(setup: ExpertParallel, mesh: Mesh, *, drop_on_overflow: bool = Tru
     if mesh.size != setup.devices or mesh.shape[setup.expert_axis] != setup.ranks:
         raise SettingError(f"this mesh has {dict(mesh.shape)}; {setup} needs {setup.devices} devices.")
     sizes = (setup.num_experts, setup.tokens_per_rank, setup.capacity, setup.d_model)
-    with mesh, under(setup):
-        native.api().ep_bootstrap(None, None, *sizes, drop_on_overflow=drop_on_overflow)
+    with warnings.catch_warnings(), under(setup):
+        # TE looks for the devices of the mesh, which jax.set_mesh does not show it.
+        warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)
+        with mesh:
+            native.api().ep_bootstrap(None, None, *sizes, drop_on_overflow=drop_on_overflow)
     record(setup)
 
 

@@ -126,8 +126,9 @@ def balance(
     if rows == 0:
         return jnp.zeros((), jnp.float32)
     scores = scores.astype(jnp.float32)
-    # 1e-18: the square of its inverse, in the derivative of the quotient, is still a float32.
-    probs = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-18)
+    # Masked rows are all zero: their gradient, too. 1e-18: the square of its inverse is still a float32.
+    probs = jnp.where((scores != 0).any(-1, keepdims=True), scores, 0.0)
+    probs = probs / jnp.maximum(probs.sum(-1, keepdims=True), 1e-18)
     load = lax.stop_gradient(load).astype(jnp.int32)
     loss = native.api().fused_moe_aux_loss(probs, load, config.top_k, 1.0)
     picks = load.sum(dtype=jnp.int32).astype(jnp.float32)
