@@ -48,6 +48,7 @@ _ADAPTERS = {
     "ExpertParallel": "expert_parallel",
     "Received": "expert_parallel",
     "bootstrap": "expert_parallel",
+    "mesh_resources": "expert_parallel",
     "receive_capacity": "expert_parallel",
     "dispatch": "expert_parallel",
     "combine": "expert_parallel",

@@ -78,7 +78,9 @@ OPS: dict[str, Op] = {
     "dense_nvfp4": Op("one GEMM, NVFP4", "quant, emulated", 100, 120, cublas=((0, (12, 8)),)),
     "dispatch": Op("expert parallelism over NCCL EP", "dispatch", 90, nccl=True, ranks=2),
     "moe": Op("the MoE layer in one call, bf16", "layers.MoE", **_sized_on_device(90), nccl=True, ranks=2),
-    "moe_mxfp8": Op("the same, MXFP8", "layers.MoE", **_sized_on_device(100), nccl=True, ranks=2),
+    "moe_mxfp8": Op(
+        "the MoE layer in one call, MXFP8", "layers.MoE", **_sized_on_device(100), nccl=True, ranks=2
+    ),
 }
 """By name. ``dense_nvfp4`` is TE's own; no adapter here offers it. TE itself tests ``moe`` on Blackwell only."""
 

@@ -1,7 +1,8 @@
 """TE's expert parallelism over NCCL EP, held to the contract of :mod:`moe_course.dispatch`.
 
 The seam is at global shapes: call these under ``jit`` on the ambient mesh, not inside ``shard_map``. NCCL EP starts
-once per process, outside ``jit`` (:func:`bootstrap`), with the buffers of one :class:`ExpertParallel`.
+once per process, outside ``jit`` (:func:`bootstrap`), with the buffers of one :class:`ExpertParallel`. Everything that
+traces or compiles an exchange, its derivative too, runs inside :func:`mesh_resources`.
 """
 
 import contextlib
@@ -157,9 +158,26 @@ def resources(setup: ExpertParallel):
     return native.api().MeshResource(ep_resource=setup.expert_axis, **(outer if setup.groups > 1 else {}))
 
 
-def under(setup: ExpertParallel) -> contextlib.AbstractContextManager:
-    """TE's mesh resources as a context."""
+def mesh_resources(setup: ExpertParallel) -> contextlib.AbstractContextManager:
+    """A context in which TE knows the mesh axes. Put the whole of training in it.
+
+    TE asks while it traces forward and backward and again while XLA partitions, so a context around the call alone
+    would be gone by then.
+    """
     return native.api().global_shard_guard(resources(setup))
+
+
+def check_resources(setup: ExpertParallel) -> None:
+    """SettingError outside of :func:`mesh_resources`."""
+    try:
+        found = native.api().global_mesh_resource()
+    except AssertionError:
+        found = None
+    if found != resources(setup):
+        raise SettingError(
+            f"TE was told the mesh axes {found}, not {resources(setup)}. Put tracing and compiling in "
+            "`with te.mesh_resources(setup):`."
+        )
 
 
 def bootstrap(setup: ExpertParallel, mesh: Mesh, *, drop_on_overflow: bool = True) -> None:
@@ -173,7 +191,7 @@ def bootstrap(setup: ExpertParallel, mesh: Mesh, *, drop_on_overflow: bool = Tru
     if mesh.size != setup.devices or mesh.shape[setup.expert_axis] != setup.ranks:
         raise SettingError(f"this mesh has {dict(mesh.shape)}; {setup} needs {setup.devices} devices.")
     sizes = (setup.num_experts, setup.tokens_per_rank, setup.capacity, setup.d_model)
-    with warnings.catch_warnings(), under(setup):
+    with warnings.catch_warnings(), mesh_resources(setup):
         # TE looks for the devices of the mesh, which jax.set_mesh does not show it.
         warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)
         with mesh:
@@ -204,13 +222,13 @@ def dispatch(x: Float[Array, "tokens d_model"], routing: Routing, *, setup: Expe
     require_shape("expert_ids", routing.expert_ids, tokens, setup.top_k)
     require_integers("expert_ids", routing.expert_ids)
     require_shape("weights", routing.weights, tokens, setup.top_k)
+    check_resources(setup)
     api = native.api()
     ids = _somewhere(routing.expert_ids.astype(jnp.int32), setup.num_experts)
     x, ids, weights = (_pin(a, setup) for a in (x, ids, routing.weights.astype(jnp.float32)))
-    with under(setup):
-        rows, row_weights, handle, counts, demand = api.ep_dispatch(
-            _layer(setup), ids, x, weights, setup.capacity
-        )
+    rows, row_weights, handle, counts, demand = api.ep_dispatch(
+        _layer(setup), ids, x, weights, setup.capacity
+    )
     rows, row_weights, handle, counts, demand = (
         _pin(a, setup) for a in (rows, row_weights, handle, counts, demand)
     )
@@ -237,17 +255,17 @@ def combine(rows: Float[Array, "N_C d_model"], received: Received) -> Float[Arra
     require("dispatch")
     require_shape("rows", rows, setup.devices * setup.capacity, setup.d_model)
     require_dtype("rows", rows, jnp.bfloat16)
+    check_resources(setup)
     rows = rows.reshape(setup.devices, setup.capacity, setup.d_model)
     rows = jnp.where(_live(received.group_sizes, setup)[..., None], rows, jnp.zeros_like(rows))
-    with under(setup):
-        out = native.api().ep_combine(
-            _layer(setup),
-            received.handle,
-            received.group_sizes,
-            _pin(rows, setup),
-            setup.tokens_per_rank * setup.devices,
-            out_sharding=tuple(setup.spec),
-        )
+    out = native.api().ep_combine(
+        _layer(setup),
+        received.handle,
+        received.group_sizes,
+        _pin(rows, setup),
+        setup.tokens_per_rank * setup.devices,
+        out_sharding=tuple(setup.spec),
+    )
     return _pin(out, setup)
 
 

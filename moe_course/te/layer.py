@@ -11,7 +11,7 @@ from moe_course.quant.recipes import Recipe
 from moe_course.routing import RouterConfig
 from moe_course.te import native
 from moe_course.te.checks import require, require_dtype, require_shape
-from moe_course.te.expert_parallel import ExpertParallel, resources, under
+from moe_course.te.expert_parallel import ExpertParallel, check_resources, resources
 from moe_course.te.matmul import TILE, layer_quantizers
 from moe_course.te.router import unsupported
 
@@ -65,28 +65,28 @@ def moe(
     if quantised and (d_model % TILE or d_ff % TILE):
         raise SettingError(f"TE's MXFP8 experts need multiples of {TILE}: d_model {d_model}, d_ff {d_ff}.")
     outer = (setup.outer_axis,) if setup.groups > 1 else ()
-    with under(setup):
-        out, loss, demand = native.api().moe(
-            x,
-            router.astype(x.dtype),
-            gate_up.astype(x.dtype),
-            down.astype(x.dtype),
-            expert_bias=None if bias is None else lax.stop_gradient(bias).astype(jnp.float32),
-            num_experts=num_experts,
-            num_experts_per_tok=config.top_k,
-            score_function=config.score_fn,
-            use_pre_softmax=config.score_fn == "softmax" and (not config.normalize or config.top_k == 1),
-            num_groups=config.num_groups if config.num_groups > 1 else None,
-            group_topk=config.top_groups if config.num_groups > 1 else None,
-            scaling_factor=float(config.scaling_factor),
-            aux_loss_coeff=float(balance_coeff),
-            dtype=x.dtype,
-            recv_capacity_per_rank=setup.capacity,
-            wi_kernel_axes=(),
-            wo_kernel_axes=(),
-            **native.moe_axes(setup.expert_axis, outer, resources(setup)),
-            **quantised,
-        )
+    check_resources(setup)
+    out, loss, demand = native.api().moe(
+        x,
+        router.astype(x.dtype),
+        gate_up.astype(x.dtype),
+        down.astype(x.dtype),
+        expert_bias=None if bias is None else lax.stop_gradient(bias).astype(jnp.float32),
+        num_experts=num_experts,
+        num_experts_per_tok=config.top_k,
+        score_function=config.score_fn,
+        use_pre_softmax=config.score_fn == "softmax" and (not config.normalize or config.top_k == 1),
+        num_groups=config.num_groups if config.num_groups > 1 else None,
+        group_topk=config.top_groups if config.num_groups > 1 else None,
+        scaling_factor=float(config.scaling_factor),
+        aux_loss_coeff=float(balance_coeff),
+        dtype=x.dtype,
+        recv_capacity_per_rank=setup.capacity,
+        wi_kernel_axes=(),
+        wo_kernel_axes=(),
+        **native.moe_axes(setup.expert_axis, outer, resources(setup)),
+        **quantised,
+    )
     loss = jnp.zeros((), jnp.float32) if loss is None else loss.reshape(())
     return LayerResult(out, loss, demand.reshape(-1))
 

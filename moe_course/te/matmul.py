@@ -17,6 +17,7 @@ from moe_course.te.checks import (
     require_multiple,
     require_shape,
 )
+from moe_course.varying import varying_axes
 
 TILE = 128
 """Rows that an MXFP8 group must be a multiple of, and both inner dimensions: scales are swizzled in such tiles."""
@@ -41,7 +42,8 @@ def grouped_gemm(
     With ``MXFP8`` every size must be a multiple of 128 (align groups with ``align=128``); sizes are on the device, so
     nobody checks that.
 
-    No partitioning rule and no ``vmap``: call it inside ``shard_map`` or on one device.
+    No partitioning rule and no ``vmap``: call it on one device or inside ``shard_map(..., check_vma=False)``, as TE's
+    derivatives do not say along which mesh axes their results vary.
 
     Raises ``TypeError`` and ``ValueError`` for dtypes and shapes (TE lets a K mismatch and float sizes through),
     :class:`SettingError` where it cannot run.
@@ -53,6 +55,8 @@ def grouped_gemm(
     require_integers("group_sizes", group_sizes)
     require_dtype("rows", rows, jnp.bfloat16)
     require_dtype("kernels", kernels, jnp.bfloat16)
+    if varying_axes(rows) | varying_axes(kernels):
+        raise SettingError("TE's derivatives do not know varying axes. Use shard_map(..., check_vma=False).")
     mode, quantizers = _quantizers(recipe, experts)
     num_rows = rows.shape[0]
     if mode == "MXFP8_1D_SCALING":

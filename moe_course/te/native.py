@@ -80,6 +80,7 @@ CALLS: dict[str, tuple[str, tuple[str, ...]]] = {
         "dp_resource tp_resource tpsp_resource fsdp_resource pp_resource cp_resource ep_resource".split(),
     ),
     "global_shard_guard": ("jax.sharding", ["resource"]),
+    "global_mesh_resource": ("jax.sharding", []),
     "QuantizerFactory.create_set": (
         "jax.quantize.quantizer",
         "n_quantizer_sets scaling_mode fwd_dtype bwd_dtype is_2x2x n_groups checkpoint_name fp8_recipe".split(),

@@ -283,6 +283,12 @@ GUARDS = []
 def global_shard_guard(resource):
     GUARDS.append(resource)
     yield
+    GUARDS.pop()
+
+
+def global_mesh_resource():
+    assert GUARDS, "Global mesh resource is not set."
+    return GUARDS[-1]
 
 
 @dataclass(frozen=True)
@@ -367,6 +373,7 @@ def namespace() -> SimpleNamespace:
         ep_combine,
         MeshResource,
         global_shard_guard,
+        global_mesh_resource,
         create_set,
         is_v2_grouped_gemm_supported,
         te_gemms_saveable,

@@ -243,8 +243,7 @@ def exchange(devices):
     mesh = make_mesh(MeshConfig(1, 2, 4))
     setup = te.ExpertParallel.for_mesh(mesh, num_experts=8, top_k=2, tokens=64, d_model=16, factor=None)
     fake_te.start(setup)
-    fake_te.GUARDS.clear()
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), te.mesh_resources(setup):
         yield setup
 
 
@@ -293,13 +292,11 @@ def test_demand_counts_what_did_not_fit(exchange):
 
 
 def test_te_is_told_which_axes_the_mesh_has(exchange):
-    te.dispatch(
-        jnp.ones((64, 16), BF16),
-        route(logits_for(RouterConfig(8, 2), 64), RouterConfig(8, 2)),
-        setup=exchange,
-    )
     (guard,) = fake_te.GUARDS
     assert guard == fake_te.MeshResource(fsdp_resource="fsdp", ep_resource="expert")
+    on_data = te.ExpertParallel(**{**exchange.__dict__, "outer_axis": "data"})
+    with te.mesh_resources(on_data):
+        assert fake_te.GUARDS[-1] == fake_te.MeshResource(dp_resource="data", ep_resource="expert")
 
 
 def test_receive_capacity_is_te_s():

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ V1, V2 = "te_grouped_gemm_ffi", "te_grouped_gemm_v2_ffi"
 
 
 @pytest.fixture(scope="session")
-def facts_at(te_pieces, tmp_path_factory):
+def facts_at(load_te, tmp_path_factory):
     """``facts_at(90)``: the facts of all cases of ``lowered.py`` for that GPU, made once."""
     made = {}
 
@@ -59,7 +60,7 @@ def count(facts: dict, name: str) -> dict[str, int]:
 
 
 def attribute(call: dict, name: str) -> str:
-    match = re.search(rf"\b{name} = ([^,}}]+)", call["rest"])
+    match = re.search(rf"\b{name} = ([^,}}]+)", call["attributes"])
     assert match, f"{name} is not among the attributes: {call['rest']}"
     return match[1].strip()
 
@@ -104,6 +105,8 @@ class TestOnEveryGpu:
     @pytest.mark.parametrize("name", ["permute", "permute_unpadded"])
     def test_permute(self, facts_at, capability, name):
         found = calls(facts_at(capability), name)
+        if os.environ.get("MOE_COURSE_TE") == "python" and find_spec("triton") is None:
+            pytest.skip("Triton, in which TE wrote its permutation, is not installed")
         kernels = sum(len(c) for target, c in found.items() if target.startswith("triton_kernel_call"))
         assert kernels >= 6, "three for the row map, one each for permute, unpermute and their derivatives"
 

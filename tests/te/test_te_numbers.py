@@ -10,7 +10,7 @@ from moe_course.balance import expert_load, load_balancing_loss
 from moe_course.grouped_gemm import grouped_gemm
 from moe_course.quant import BF16, MXFP8
 from moe_course.routing import RouterConfig, route
-from moe_course.te import native, without_gpu
+from moe_course.te import native
 from tests import oracle
 from tests.te import reference
 
@@ -22,9 +22,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def te_on_cpu(te_pieces):
+def te_on_cpu(load_te):
     """TE for a Blackwell GPU that is not there, computing on the CPU. TE mixes dtypes as JAX's default allows."""
-    without_gpu.load(100)
+    load_te(100)
     reference.register()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

@@ -130,6 +130,20 @@ def test_enforcing_v2_by_te_s_variable_gives_the_same_words(gpu, monkeypatch):
         te.grouped_gemm(ROWS, KERNELS, SIZES)
 
 
+def test_grouped_gemm_in_shard_map_needs_the_check_off(gpu, devices):
+    gpu(100)
+    mesh = jax.make_mesh((2,), ("expert",), (jax.sharding.AxisType.Auto,), devices=devices[:2])
+    spec = jax.sharding.PartitionSpec("expert")
+
+    def run(check):
+        f = jax.shard_map(te.grouped_gemm, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check)
+        return jax.eval_shape(f, zeros(512, 128), zeros(4, 128, 128), zeros(4, dtype=jnp.int32))
+
+    assert run(False).shape == (512, 128)
+    with pytest.raises(SettingError, match="check_vma=False"):
+        run(True)
+
+
 def test_dense_shapes_dtypes_and_gpus(gpu):
     gpu(90)
     with pytest.raises(ValueError, match=r"x must be \[4, 64\]"):
@@ -197,6 +211,8 @@ def test_dispatch_and_combine_shapes_dtypes_and_gpus(gpu):
         te.dispatch(zeros(64, 16, dtype=F32), routing, setup=setup)
     with pytest.raises(TypeError, match="expert_ids must be integers"):
         te.dispatch(zeros(64, 16), Routing(routing.weights, routing.weights, None), setup=setup)
+    with pytest.raises(SettingError, match=r"axes None.*with te.mesh_resources"):
+        te.dispatch(zeros(64, 16), routing, setup=setup)
     received = te.Received(None, None, None, None, None, setup)
     with pytest.raises(ValueError, match=r"rows must be \[2048, 16\]"):
         te.combine(zeros(64, 16), received)
