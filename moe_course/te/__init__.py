@@ -17,8 +17,10 @@ adapter                what it is                                          stand
 ``remat_policy``       checkpoint policies that see TE's GEMMs             ``jax.checkpoint_policies``
 =====================  ==================================================  ====================================
 
-Written against TE 2.20.2. Nothing here has run on a GPU: ``make test-te`` lowers every call for Hopper and Blackwell
-on a machine without one and checks numbers through stand-ins. Importing this imports neither TE nor JAX.
+An expert-parallel exchange (``dispatch``, ``combine``, ``moe``) takes an ``ExpertParallel``, one ``bootstrap`` per
+process, and ``mesh_resources`` around all of training. Written against TE 2.20.2. Nothing here has run on a GPU:
+``make test-te`` lowers every call for Hopper and Blackwell on a machine without one and checks numbers through
+stand-ins. Importing this imports neither TE nor JAX.
 """
 
 import importlib

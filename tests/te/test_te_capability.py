@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib
+import tomllib
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -216,3 +218,11 @@ def test_every_adapter_has_a_name_here_and_no_other():
         assert callable(getattr(te, name)), name
     with pytest.raises(AttributeError, match="no_such"):
         _ = te.no_such
+
+
+def test_one_version_of_te_everywhere():
+    root = Path(__file__).parents[2]
+    gpu = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    assert f"transformer-engine[jax]=={te.TESTED}" in gpu
+    assert f"\nversion={te.TESTED}\n" in (root / "scripts" / "te-wheel").read_text()
+    assert te.TESTED.rpartition(".")[0] in capability.KNOWN
