@@ -82,7 +82,7 @@ class TestOnEveryGpu:
             "num_groups": "8",
             "group_topk": "4",
             "score_function": "0",
-            "use_pre_softmax": "false",
+            "use_pre_softmax": "0",
         }
         for name, value in want.items():
             assert attribute(forward, name).startswith(value), name
