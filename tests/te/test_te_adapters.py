@@ -14,7 +14,7 @@ from moe_course.grouped_gemm import reference
 from moe_course.grouping import group_by_expert, permute, unpermute, weights_of_rows
 from moe_course.parallel import MeshConfig, make_mesh
 from moe_course.quant import MXFP8
-from moe_course.routing import RouterConfig, route
+from moe_course.routing import RouterConfig, Routing, route
 from moe_course.te import native
 from tests import oracle
 from tests.te import fake_te
@@ -75,7 +75,7 @@ def test_route_equals_ours(name, extras):
             routing = router(logits, config, bias=bias, mask=mask)
             return (routing.weights * aim).sum() + (routing.scores**2).sum(), routing
 
-        return jax.grad(loss, has_aux=True)(logits)
+        return jax.jit(jax.grad(loss, has_aux=True))(logits)
 
     (ours_grad, ours), (te_grad, theirs) = run(route), run(te.route)
     np.testing.assert_array_equal(theirs.expert_ids, ours.expert_ids)
@@ -103,8 +103,10 @@ def test_balance_equals_ours(name, masked):
     mask = jnp.arange(40) % 4 > 0 if masked else None
     routing = route(logits_for(config), config, mask=mask)
     load = expert_load(routing.expert_ids, config.num_experts)
-    ours, ours_grad = jax.value_and_grad(lambda s: load_balancing_loss(s, load, config))(routing.scores)
-    theirs, te_grad = jax.value_and_grad(lambda s: te.balance(s, load, config))(routing.scores)
+    ours, ours_grad = jax.jit(jax.value_and_grad(lambda s: load_balancing_loss(s, load, config)))(
+        routing.scores
+    )
+    theirs, te_grad = jax.jit(jax.value_and_grad(lambda s: te.balance(s, load, config)))(routing.scores)
     oracle.assert_close(theirs, ours, jnp.float32, 40)
     oracle.assert_close(te_grad, ours_grad, jnp.float32, 40)
 
@@ -127,11 +129,12 @@ def test_permute_and_back_equal_ours(align, masked):
     mask = jnp.arange(40) % 3 > 0 if masked else None
     routing = route(logits_for(config), config, mask=mask)
     x = jax.random.normal(jax.random.key(3), (40, 16), jnp.float32)
-    groups = group_by_expert(routing.expert_ids, 8, align=align)
+    groups = jax.jit(group_by_expert, static_argnums=1, static_argnames="align")(
+        routing.expert_ids, 8, align=align
+    )
 
     def theirs(x, weights):
-        moved = jax.tree.map(lambda a: a, routing)
-        moved = type(routing)(routing.expert_ids, weights, routing.scores)
+        moved = Routing(routing.expert_ids, weights, routing.scores)
         sent = te.permute(x, moved, 8, align=align)
         return sent, te.unpermute(jnp.tanh(sent.rows), sent, moved)
 
@@ -139,7 +142,7 @@ def test_permute_and_back_equal_ours(align, masked):
         rows = permute(x, groups)
         return rows, unpermute(jnp.tanh(rows), groups, weights)
 
-    (sent, out), (rows, want) = theirs(x, routing.weights), ours(x, routing.weights)
+    (sent, out), (rows, want) = (jax.jit(f)(x, routing.weights) for f in (theirs, ours))
     np.testing.assert_array_equal(sent.group_sizes, groups.group_sizes)
     used = int(groups.group_sizes.sum())
     # Within an expert TE keeps tokens in order, and so do we.
@@ -149,7 +152,7 @@ def test_permute_and_back_equal_ours(align, masked):
     assert not sent.row_weights[used:].any()
     oracle.assert_close(out, want, jnp.float32, 2)
     grads = [
-        jax.grad(lambda x, w, f=f: (f(x, w)[1] ** 2).sum(), (0, 1))(x, routing.weights)
+        jax.jit(jax.grad(lambda x, w, f=f: (f(x, w)[1] ** 2).sum(), (0, 1)))(x, routing.weights)
         for f in (theirs, ours)
     ]
     for have, want in zip(*grads, strict=True):
@@ -176,7 +179,7 @@ def test_grouped_gemm_equals_the_reference_and_the_tail_reaches_nothing(sizes, o
             live = (jnp.arange(512) < used)[:, None]
             return jnp.where(live, out * aim, 0).astype(jnp.float32).sum(), out
 
-        (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(rows, kernels)
+        (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(rows, kernels)
         return out, *grads
 
     theirs = run(lambda *a: te.grouped_gemm(*a, sizes_on_device=on_device), poisoned)
@@ -257,7 +260,7 @@ def test_dispatch_and_combine_carry_every_copy_there_and_back(exchange, masked):
 
     @jax.jit
     def layer(x, weights):
-        sent = te.dispatch(x, type(routing)(routing.expert_ids, weights, routing.scores), setup=exchange)
+        sent = te.dispatch(x, Routing(routing.expert_ids, weights, routing.scores), setup=exchange)
         rows = (sent.rows * sent.row_weights[:, None]).astype(BF16)
         past = jnp.arange(exchange.capacity)[None] >= sent.group_sizes.sum(-1, keepdims=True)
         rows = jnp.where(past.reshape(-1)[:, None], jnp.nan, rows).astype(BF16)  # combine must not read these
@@ -273,7 +276,7 @@ def test_dispatch_and_combine_carry_every_copy_there_and_back(exchange, masked):
     assert sent.rows.sharding.spec == exchange.spec
 
     loss = lambda x, w: (layer(x, w)[0].astype(jnp.float32) * aim).sum()  # noqa: E731
-    d_x, d_weights = jax.grad(loss, (0, 1))(x, routing.weights)
+    d_x, d_weights = jax.jit(jax.grad(loss, (0, 1)))(x, routing.weights)
     oracle.assert_close(d_x, np.asarray(aim, np.float64) * weights.sum(-1, keepdims=True), BF16, 4)
     real = np.ones(64, bool) if mask is None else np.asarray(mask)
     want = (np.asarray(x, np.float64) * np.asarray(aim, np.float64)).sum(-1, keepdims=True).repeat(2, 1)
@@ -283,9 +286,7 @@ def test_dispatch_and_combine_carry_every_copy_there_and_back(exchange, masked):
 def test_demand_counts_what_did_not_fit(exchange):
     small = te.ExpertParallel(**{**exchange.__dict__, "capacity": 128})
     ids = jnp.zeros((64, 2), jnp.int32).at[:, 1].set(1)  # both on rank 0
-    routing = type(route(logits_for(RouterConfig(8, 2)), RouterConfig(8, 2)))(
-        ids, jnp.ones((64, 2)) / 2, None
-    )
+    routing = Routing(ids, jnp.ones((64, 2)) / 2, None)
     sent = te.dispatch(jnp.ones((64, 16), BF16), routing, setup=small)
     assert sent.demand.tolist() == [256, 0, 0, 0, 256, 0, 0, 0]
     assert int(sent.demand.max()) > small.capacity
