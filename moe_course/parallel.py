@@ -2,7 +2,8 @@
 
 The mesh is ``data x fsdp x expert``, ``expert`` innermost, so that the ranks which exchange tokens are
 neighbours. Tokens are cut over all three axes. Expert weights are cut over ``expert`` by expert and over
-``fsdp`` within each expert; every other large weight is cut over ``fsdp``.
+``fsdp`` within each expert; every other large weight is cut over ``fsdp``. Where the expert ranks span nodes that
+a dispatcher should tell apart, two axes stand for them, ``node x expert``, and mean the same as one.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from moe_course.errors import SettingError
 
-DATA, FSDP, EXPERT = "data", "fsdp", "expert"
+DATA, FSDP, NODE, EXPERT = "data", "fsdp", "node", "expert"
 TOKEN_AXES = (DATA, FSDP, EXPERT)
-"""Axes over which tokens (and the batch) are cut."""
+"""Axes over which tokens (and the batch) are cut, on a mesh without a ``node`` axis; see :func:`token_axes`."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class MeshConfig:
     """Ways the weights and the optimizer state are cut."""
     expert: int = 4
     """Ranks that own different experts and exchange tokens (the expert-parallel size)."""
+    nodes: int = 1
+    """Nodes that the expert ranks span. With two or more, the mesh tells them apart by an axis of its own."""
 
     @property
     def size(self) -> int:
@@ -44,6 +47,11 @@ class MeshConfig:
                 raise SettingError(
                     f"mesh axis {name} is {getattr(self, name)}. Set --mesh.{name} to 1 or more."
                 )
+        if self.nodes < 1 or self.expert % self.nodes:
+            raise SettingError(
+                f"an expert axis of {self.expert} does not divide over {self.nodes} nodes. Set --mesh.nodes to a "
+                f"divisor of {self.expert}."
+            )
         if self.size != num_devices:
             raise SettingError(
                 f"the mesh data {self.data} x fsdp {self.fsdp} x expert {self.expert} needs {self.size} devices "
@@ -66,13 +74,33 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     """The ``data x fsdp x expert`` mesh over ``devices`` (default: the first ``config.size`` of all)."""
     devices = jax.devices()[: config.size] if devices is None else devices
-    shape = (config.data, config.fsdp, config.expert)
-    return jax.make_mesh(shape, TOKEN_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    sizes = {DATA: config.data, FSDP: config.fsdp, EXPERT: config.expert}
+    if config.nodes > 1:
+        sizes = sizes | {NODE: config.nodes, EXPERT: config.expert // config.nodes}
+    names = tuple(axis for axis in (DATA, FSDP, NODE, EXPERT) if axis in sizes)
+    shape = tuple(sizes[axis] for axis in names)
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+
+
+def token_axes(mesh) -> tuple[str, ...]:
+    """The axes of ``mesh`` over which tokens are cut: all of them."""
+    return tuple(axis for axis in (DATA, FSDP, NODE, EXPERT) if axis in mesh.axis_names)
+
+
+def expert_axes(mesh=None) -> str | tuple[str, str]:
+    """What experts are cut over: ``expert``, or ``(node, expert)``; of the ambient mesh if none is given."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    return (NODE, EXPERT) if NODE in mesh.axis_names else EXPERT
+
+
+def expert_ranks(mesh) -> int:
+    """Devices that own different experts (R)."""
+    return mesh.shape[EXPERT] * (mesh.shape[NODE] if NODE in mesh.axis_names else 1)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Leading dimension (batch or tokens) over every axis."""
-    return NamedSharding(mesh, P(TOKEN_AXES))
+    return NamedSharding(mesh, P(token_axes(mesh)))
 
 
 def matrix_spec(shape: tuple[int, ...], fsdp: int) -> P:
@@ -85,10 +113,10 @@ def matrix_spec(shape: tuple[int, ...], fsdp: int) -> P:
     return P(*spec)
 
 
-def expert_spec(shape: tuple[int, int, int], fsdp: int) -> P:
-    """Expert weights [E, in, out]: E over ``expert``, each matrix as :func:`matrix_spec`."""
+def expert_spec(shape: tuple[int, int, int], fsdp: int, axes: str | tuple[str, str] = EXPERT) -> P:
+    """Expert weights [E, in, out]: E over ``axes`` (:func:`expert_axes`), each matrix as :func:`matrix_spec`."""
     inner = matrix_spec(shape[1:], fsdp)
-    return P(EXPERT, *inner)
+    return P(axes, *inner)
 
 
 def param_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
@@ -100,7 +128,7 @@ def param_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
     if "router" in path:
         return P()
     if "experts" in path:
-        return expert_spec(shape, fsdp)
+        return expert_spec(shape, fsdp, expert_axes(mesh))
     return matrix_spec(shape, fsdp)
 
 
@@ -153,7 +181,8 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 def keep_tokens_sharded(x: Array) -> Array:
     """Pin the leading (token or batch) dimension to all mesh axes, where there is a mesh."""
-    return x if ambient_mesh() is None else jax.lax.with_sharding_constraint(x, P(TOKEN_AXES))
+    mesh = ambient_mesh()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, P(token_axes(mesh)))
 
 
 def per_device(fn: Callable, in_specs, out_specs) -> Callable:

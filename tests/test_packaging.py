@@ -246,7 +246,7 @@ def test_every_module_imports_alone_without_te_and_without_starting_jax(tmp_path
 
 LAYERS = [
     # import nothing above
-    set("errors environment parallel memory products varying models.config bench.timing".split()),
+    set("errors environment parallel processes memory products varying models.config bench.timing".split()),
     {"routing", "balance", "grouping", "grouped_gemm", "quant", "te"},
     {"experts", "dispatch"},
     {"layers"},

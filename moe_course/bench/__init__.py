@@ -8,6 +8,7 @@ whose fields are the command line's flags, and ``run(options) -> dict``, what ``
 import importlib
 import json
 import sys
+from pathlib import Path
 
 from moe_course.environment import setup, versions
 
@@ -15,8 +16,10 @@ BENCHES = {
     "dispatch": "moe_course.bench.dispatch",
     "grouped-gemm": "moe_course.bench.grouped_gemm",
     "kill-rate": "moe_course.bench.kill_rate",
+    "ledger": "moe_course.bench.ledger",
     "moe-layer": "moe_course.bench.moe_layer",
     "notebooks": "moe_course.bench.notebooks",
+    "parity-run": "moe_course.bench.parity_run",
     "quant-error": "moe_course.bench.quant_error",
     "train-step": "moe_course.bench.train_step",
 }
@@ -31,6 +34,11 @@ def run(name: str, options=None) -> dict:
 def load(name: str):
     """The module of a bench."""
     return importlib.import_module(BENCHES[name])
+
+
+def recorded(name: str) -> dict:
+    """A result under ``bench/results/``: measured once, with the machine's versions in it."""
+    return json.loads((Path(__file__).parent / "results" / f"{name}.json").read_text())
 
 
 def main(args: list[str] | None = None) -> None:

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_course.bench.schedule import COLLECTIVES
 from moe_course.bench.timing import interleaved, median_ratio
 from moe_course.dispatch import DISPATCHERS, DispatchPlan, combine, dispatch
+from moe_course.dispatch.hierarchical import relay_rows
 from moe_course.dispatch.ledger import pair_books
 from moe_course.dispatch.plan import bucket_capacity
 from moe_course.parallel import MeshConfig, batch_sharding, make_mesh
@@ -27,7 +29,7 @@ NUMBER = 4
 """Bytes of a float32 or int32, which is all that travels here."""
 _COLLECTIVE = re.compile(
     r"= (?P<shapes>\(.*?\)|\S+) "
-    r"(?P<kind>all-gather|all-to-all|reduce-scatter|all-reduce|collective-permute|ragged-all-to-all)"
+    rf"(?P<kind>{'|'.join(COLLECTIVES)})"
     r"(?P<start>-start)?\("
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+)(?P<bits>\d+)\w*\[(?P<sizes>[\d,]*)\]")
@@ -42,6 +44,8 @@ class Options:
     experts: int = 64
     top_k: int = 8
     capacity_factor: float = 2.0
+    nodes: int = 2
+    """Nodes that the 8 ranks stand for: two axes of the hierarchical dispatcher's mesh, lines in all books."""
     rounds: int = 7
 
 
@@ -49,16 +53,18 @@ def run(options: Options = Options()) -> dict:
     """``{dispatcher: {"bytes_per_token": b, "predicted": p, "collectives": {kind: count}, ...}}``.
 
     Beside these: ``useful_bytes_per_token`` and ``useful_predicted``; ``receive_buffer_bytes`` per device, all
-    receive buffers of the dispatcher together; ``latency_vs_all_to_all``, its median time over that of all_to_all
-    (above 1 is slower), here, where ragged and dedup run an emulation that moves everything everywhere.
+    receive buffers of the dispatcher together; ``rows_across_nodes`` per token and way, by the ledger;
+    ``latency_vs_all_to_all``, its median time over that of all_to_all (above 1 is slower), here, where ragged, dedup
+    and hierarchical run an emulation that moves everything everywhere.
     """
-    mesh = make_mesh(MeshConfig(data=1, fsdp=1, expert=DEVICES))
     names = sorted(set(DISPATCHERS) - {"local"})
-    with jax.set_mesh(mesh):
-        arrays = [jax.device_put(a, batch_sharding(mesh)) for a in uniform_routing(options)]
-        programs, figures = {}, {}
-        for name in names:
-            plan = plan_of(options, name)
+    programs, figures = {}, {}
+    for name in names:
+        nodes = options.nodes if name == "hierarchical" else 1
+        mesh = make_mesh(MeshConfig(data=1, fsdp=1, expert=DEVICES, nodes=nodes))
+        plan = plan_of(options, name)
+        with jax.set_mesh(mesh):
+            arrays = [jax.device_put(a, batch_sharding(mesh)) for a in uniform_routing(options)]
             compiled = jax.jit(partial(_there_and_back, plan=plan)).lower(*arrays).compile()
             sent = jax.jit(partial(_dispatch, plan=plan))(*arrays)
             assert int(sent.demand.max()) <= plan.capacity, (
@@ -66,7 +72,7 @@ def run(options: Options = Options()) -> dict:
             )
             programs[name] = partial(compiled, *arrays)
             figures[name] = _figures(options, plan, compiled.as_text(), sent)
-        seconds = interleaved(programs, options.rounds)
+    seconds = interleaved(programs, options.rounds)
     for name in names:
         figures[name]["latency_vs_all_to_all"] = round(median_ratio(seconds, name, "all_to_all"), 3)
     return figures
@@ -94,33 +100,62 @@ def rows_per_token(experts: int, top_k: int, ranks: int) -> float:
     return ranks * (1 - math.comb(experts - experts // ranks, top_k) / math.comb(experts, top_k))
 
 
+def rows_across_nodes(options: Options, dispatcher: str) -> float:
+    """Rows per token and way that leave a node, of uniform picks."""
+    elsewhere = (options.nodes - 1) / options.nodes  # the share of experts, and of ranks, in other nodes
+    return (
+        elsewhere
+        * {
+            "all_gather": float(DEVICES),
+            "all_to_all": float(options.top_k),
+            "ragged": float(options.top_k),
+            "dedup": rows_per_token(options.experts, options.top_k, DEVICES),
+            "hierarchical": rows_per_token(options.experts, options.top_k, options.nodes),
+        }[dispatcher]
+    )
+
+
 def predicted_bytes(options: Options, plan: DispatchPlan, platform: str) -> float:
     """Bytes per token of a device's collectives, from the shapes alone."""
     o, r, t, c = options, DEVICES, options.tokens_per_rank, plan.capacity
     row = o.d_model
+    if plan.dispatcher == "hierarchical":
+        relay = relay_rows(o.nodes, t, plan)
+        local = r // o.nodes
+        across = _hop(o.nodes, t * min(o.top_k, o.nodes), relay, row, 2 * o.top_k, platform)
+        within = _hop(local, relay * min(o.top_k, local), min(c, r * t), row, 2 * o.top_k + 1, platform)
+        return NUMBER * (r * r + across + within) / t
     if plan.dispatcher == "all_gather":  # tokens, ids, weights to all; partial sums of all tokens back
         numbers = r * t * (row + 2 * o.top_k) + r * t * row
     elif plan.dispatcher == "all_to_all":  # rows and their weights in blocks, counts; rows back
         numbers = c * (row + 1) + o.experts + c * row
-    else:
-        sends = t * (o.top_k if plan.dispatcher == "ragged" else min(o.top_k, r))
-        wire = c if plan.dispatcher == "ragged" else min(c, r * t)
-        beside = 1 if plan.dispatcher == "ragged" else 2 * o.top_k
-        chunks = o.experts if plan.dispatcher == "ragged" else r
-        counts = r * (o.experts if plan.dispatcher == "ragged" else 2 * r)
-        if (
-            platform == "cpu"
-        ):  # the emulation gathers every rank's operand, and its offsets and sizes, each time
-            numbers = counts + r * sends * (row + beside) + r * wire * row + 3 * (3 * r * chunks)
-        else:  # receive buffers, of the rows and of what goes beside them, there; the operand's size back
-            numbers = counts + wire * (row + beside) + sends * row
+    elif plan.dispatcher == "dedup":
+        numbers = r * r + _hop(r, t * min(o.top_k, r), min(c, r * t), row, 2 * o.top_k, platform)
+    else:  # ragged: a chunk per expert
+        numbers = _hop(r, t * o.top_k, c, row, 1, platform, chunks=o.experts)
     return NUMBER * numbers / t
 
 
-def useful_bytes(options: Options, dispatcher: str, rows: float) -> float:
-    """Bytes per token when ``rows`` of its rows travel, there with what goes beside them, and back."""
-    beside = {"all_to_all": 1, "ragged": 1, "all_gather": 2 * options.top_k, "dedup": 2 * options.top_k}
-    return NUMBER * rows * (2 * options.d_model + beside[dispatcher])
+def _hop(
+    owners: int, sends: int, receives: int, row: int, beside: int, platform: str, chunks: int | None = None
+) -> int:
+    """Numbers in the collectives of one hop: counts of all chunks; rows and what goes beside them; rows back."""
+    counts = owners * (chunks or owners)
+    if (
+        platform == "cpu"
+    ):  # the emulation gathers every rank's operand, and three numbers per chunk, three times
+        return counts + owners * sends * (row + beside) + owners * receives * row + 3 * 3 * counts
+    return counts + receives * (row + beside) + sends * row  # receive buffers
+
+
+def useful_bytes(options: Options, dispatcher: str, rows: float, relayed: float = 0.0) -> float:
+    """Bytes per token when ``rows`` of its rows travel, there with what goes beside them, and back.
+
+    Of these, ``relayed`` rows also carry the number of the node that they come from.
+    """
+    picks = 2 * options.top_k
+    beside = {"all_to_all": 1, "ragged": 1, "all_gather": picks, "dedup": picks, "hierarchical": picks}
+    return NUMBER * (rows * (2 * options.d_model + beside[dispatcher]) + relayed)
 
 
 def collectives(hlo: str, group: int) -> tuple[dict[str, int], int]:
@@ -141,23 +176,32 @@ def collectives(hlo: str, group: int) -> tuple[dict[str, int], int]:
 
 
 def _figures(options: Options, plan: DispatchPlan, hlo: str, sent) -> dict:
-    tokens = options.tokens_per_rank
+    o, name, tokens = options, plan.dispatcher, options.tokens_per_rank
     kinds, total = collectives(hlo, DEVICES)
-    books = pair_books(sent)
-    rows, expected_rows = books.rows["sent"].sum() / (tokens * DEVICES), float(options.top_k)
-    if plan.dispatcher == "dedup":
-        expected_rows = rows_per_token(options.experts, options.top_k, DEVICES)
-    elif plan.dispatcher == "all_gather":
-        rows = expected_rows = float(DEVICES)
-    buffers = {"all_gather": DEVICES * tokens, "all_to_all": plan.capacity, "ragged": 0}
-    second = buffers.get(plan.dispatcher, min(plan.capacity, DEVICES * tokens))
+    pairs = pair_books(sent).rows["sent"][0] / (tokens * DEVICES)
+    node = np.arange(DEVICES) // (DEVICES // o.nodes)
+    across = pairs[node[:, None] != node[None, :]].sum()
+    rows, expected, relayed = pairs.sum(), float(o.top_k), (0.0, 0.0)
+    second = {"all_to_all": plan.capacity, "ragged": 0}.get(name, min(plan.capacity, DEVICES * tokens))
+    if name in ("dedup", "hierarchical"):
+        expected = rows_per_token(o.experts, o.top_k, DEVICES)
+    if name == "hierarchical":  # every row of the second hop was relayed
+        first = rows_per_token(o.experts, o.top_k, o.nodes)
+        relayed, expected = (rows - first, expected), expected + first
+        second += relay_rows(o.nodes, tokens, plan)
+    if name == "all_gather":
+        rows = expected = float(DEVICES)
+        across = rows_across_nodes(o, name)
+        second = DEVICES * tokens
     return {
         "bytes_per_token": round(total / tokens, 1),
-        "predicted": round(predicted_bytes(options, plan, jax.default_backend()), 1),
-        "useful_bytes_per_token": round(useful_bytes(options, plan.dispatcher, float(rows)), 1),
-        "useful_predicted": round(useful_bytes(options, plan.dispatcher, expected_rows), 1),
+        "predicted": round(predicted_bytes(o, plan, jax.default_backend()), 1),
+        "useful_bytes_per_token": round(useful_bytes(o, name, float(rows), float(relayed[0])), 1),
+        "useful_predicted": round(useful_bytes(o, name, expected, relayed[1]), 1),
         "rows_per_token": round(float(rows), 3),
-        "receive_buffer_bytes": NUMBER * options.d_model * (plan.capacity + second),
+        "rows_across_nodes": round(float(across), 3),
+        "rows_across_nodes_predicted": round(rows_across_nodes(o, name), 3),
+        "receive_buffer_bytes": NUMBER * o.d_model * (plan.capacity + second),
         "collectives": kinds,
     }
 

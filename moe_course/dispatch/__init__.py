@@ -1,8 +1,9 @@
 """Dispatch and combine: token copies to the ranks that own their experts, and back. One contract.
 
 Shapes are global, as those of Transformer Engine's expert-parallel calls are, so that either can stand
-behind the same layer: tokens are cut over every mesh axis, N devices in all, R of them along ``expert``.
-Each device exchanges rows with the R devices that share its ``data`` and ``fsdp`` coordinates.
+behind the same layer: tokens are cut over every mesh axis, N devices in all, R of them along ``expert``
+(``node`` and ``expert``, where nodes are told apart). Each device exchanges rows with the R devices that share its
+``data`` and ``fsdp`` coordinates.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_course.dispatch import all_gather, all_to_all, dedup, local, ragged
+from moe_course.dispatch import all_gather, all_to_all, dedup, hierarchical, local, ragged
 from moe_course.dispatch.plan import DispatchPlan
 from moe_course.errors import SettingError
-from moe_course.parallel import EXPERT, TOKEN_AXES, ambient_mesh, per_device
+from moe_course.parallel import NODE, ambient_mesh, expert_ranks, per_device, token_axes
 from moe_course.routing import Routing
 
 DISPATCHERS = {
@@ -24,6 +25,7 @@ DISPATCHERS = {
     "all_to_all": all_to_all,
     "ragged": ragged,
     "dedup": dedup,
+    "hierarchical": hierarchical,
 }
 """``DispatchPlan.dispatcher`` by name; an expert axis of one always takes ``local``."""
 
@@ -62,12 +64,12 @@ def dispatch(x: Float[Array, "tokens d_model"], routing: Routing, *, plan: Dispa
     """
     dispatcher = _dispatcher(plan)
     fn = partial(dispatcher.dispatch_rank, plan=plan)
-    if ambient_mesh() is None:
+    mesh = ambient_mesh()
+    if mesh is None:
         out = fn(x, routing.expert_ids, routing.weights)
     else:
-        out = per_device(fn, in_specs=(P(TOKEN_AXES),) * 3, out_specs=P(TOKEN_AXES))(
-            x, routing.expert_ids, routing.weights
-        )
+        spec = P(token_axes(mesh))
+        out = per_device(fn, in_specs=(spec,) * 3, out_specs=spec)(x, routing.expert_ids, routing.weights)
     return Dispatched(**out, plan=plan)
 
 
@@ -77,15 +79,16 @@ def combine(rows: Float[Array, "N_C d_model"], dispatched: Dispatched) -> Float[
     Rows past the groups are read by nothing, whatever they hold.
     """
     fn = partial(_dispatcher(dispatched.plan).combine_rank, plan=dispatched.plan)
-    if ambient_mesh() is None:
+    mesh = ambient_mesh()
+    if mesh is None:
         return fn(rows, dispatched.handle)
-    spec = P(TOKEN_AXES)
+    spec = P(token_axes(mesh))
     return per_device(fn, in_specs=(spec, spec), out_specs=spec)(rows, dispatched.handle)
 
 
 def _dispatcher(plan: DispatchPlan):
     mesh = ambient_mesh()
-    ranks = 1 if mesh is None else mesh.shape[EXPERT]
+    ranks = 1 if mesh is None else expert_ranks(mesh)
     if plan.ranks != ranks:
         raise SettingError(
             f"the dispatch plan is for {plan.ranks} expert ranks but the mesh has {ranks}. Build it with ranks={ranks}."
@@ -97,6 +100,11 @@ def _dispatcher(plan: DispatchPlan):
         raise SettingError(
             f"dispatcher {plan.dispatcher!r} cannot exchange tokens between {ranks} ranks. "
             f"Set --dispatcher to one of: {', '.join(usable)}."
+        )
+    if plan.dispatcher == "hierarchical" and NODE not in mesh.axis_names:
+        raise SettingError(
+            "the hierarchical dispatcher needs a mesh with a node axis. "
+            "Set --mesh.nodes to how many nodes the expert axis spans, or choose --dispatcher dedup."
         )
     return DISPATCHERS[plan.dispatcher]
 

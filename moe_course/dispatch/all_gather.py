@@ -16,7 +16,7 @@ from jax import lax
 
 from moe_course.dispatch.slots import first_rows
 from moe_course.grouping import group_by_expert, permute, unpermute, weights_of_rows
-from moe_course.parallel import EXPERT
+from moe_course.parallel import expert_axes
 
 
 def dispatch_rank(x, expert_ids, weights, *, plan):
@@ -24,7 +24,7 @@ def dispatch_rank(x, expert_ids, weights, *, plan):
     ranks, per = plan.ranks, plan.experts_per_rank
     experts = jnp.arange(plan.num_experts, dtype=jnp.int32)[None, None, :]
     made = (expert_ids[:, :, None] == experts).sum((0, 1), dtype=jnp.int32).reshape(ranks, per).sum(1)
-    ids = lax.all_gather(expert_ids, EXPERT, tiled=True) - lax.axis_index(EXPERT) * per
+    ids = lax.all_gather(expert_ids, expert_axes(), tiled=True) - lax.axis_index(expert_axes()) * per
     groups = group_by_expert(ids, per)  # an id of another rank is outside [0, E/R): no row
     arrange = first_rows(groups, plan.capacity)
     return {
@@ -51,7 +51,7 @@ def combine_rank(rows, handle, *, plan):
 @jax.custom_vjp
 def gather_tokens(x):
     """[T, D] on each of R ranks -> [R T, D] on all of them; the gradient is summed in float32."""
-    return lax.all_gather(x, EXPERT, tiled=True)
+    return lax.all_gather(x, expert_axes(), tiled=True)
 
 
 def _gather_bwd(_, d_gathered):
@@ -68,14 +68,16 @@ def scatter_sums(partial_sums, dtype):
 
 
 def _scatter_bwd(dtype, _, d_sums):
-    return (lax.all_gather(d_sums, EXPERT, tiled=True).astype(jnp.float32),)
+    return (lax.all_gather(d_sums, expert_axes(), tiled=True).astype(jnp.float32),)
 
 
 scatter_sums.defvjp(lambda sums, dtype: (scatter_sums(sums, dtype), None), _scatter_bwd)
 
 
 def _reduce_scatter(x, dtype):
-    return lax.psum_scatter(x.astype(jnp.float32), EXPERT, scatter_dimension=0, tiled=True).astype(dtype)
+    return lax.psum_scatter(x.astype(jnp.float32), expert_axes(), scatter_dimension=0, tiled=True).astype(
+        dtype
+    )
 
 
 def _by_sender(is_here, ranks: int):

@@ -16,7 +16,7 @@ from jax import lax
 
 from moe_course.dispatch.slots import slots_per_peer
 from moe_course.grouping import Groups, group_by_expert, group_offsets, permute, unpermute, weights_of_rows
-from moe_course.parallel import EXPERT
+from moe_course.parallel import expert_axes
 
 
 def dispatch_rank(x, expert_ids, weights, *, plan):
@@ -29,7 +29,7 @@ def dispatch_rank(x, expert_ids, weights, *, plan):
     received = _exchange(permute(x, send), ranks)
     received_weights = _exchange(weights_of_rows(weights, send)[:, None], ranks)
     announced = lax.all_to_all(
-        wanted, EXPERT, split_axis=0, concat_axis=0, tiled=True
+        wanted, expert_axes(), split_axis=0, concat_axis=0, tiled=True
     )  # [sender, expert here]
     arrived = _first_rows(announced, pair)
 
@@ -58,7 +58,7 @@ def combine_rank(rows, handle, *, plan):
 def _exchange(rows, ranks: int):
     """[R * pair, D] in blocks by destination -> [R * pair, D] in blocks by sender. Its own inverse."""
     blocks = rows.reshape(ranks, -1, rows.shape[-1])
-    return lax.all_to_all(blocks, EXPERT, split_axis=0, concat_axis=0, tiled=True).reshape(rows.shape)
+    return lax.all_to_all(blocks, expert_axes(), split_axis=0, concat_axis=0, tiled=True).reshape(rows.shape)
 
 
 def _first_rows(sizes, pair: int):

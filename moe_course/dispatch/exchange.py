@@ -88,34 +88,36 @@ def route_of_rank(layout: Layout, rank: Int[Array, ""] | int) -> Route:
     )
 
 
-def exchange(rows: Float[Array, "rows d_model"], route: Route, num_rows: int) -> Float[Array, "out d_model"]:
-    """Move the chunks along the ``expert`` axis into a buffer of ``num_rows`` rows, zero where nothing lands.
+def exchange(
+    rows: Float[Array, "rows d_model"], route: Route, num_rows: int, axis: str | tuple[str, ...] = EXPERT
+) -> Float[Array, "out d_model"]:
+    """Move the chunks along ``axis`` into a buffer of ``num_rows`` rows, zero where nothing lands.
 
     Rows outside the chunks are read by nothing, here and in the gradient.
     """
     leaves, structure = jax.tree.flatten(route)
     rows, *leaves = vary_alike(rows, *leaves)
-    return _exchange(rows, jax.tree.unflatten(structure, leaves), num_rows)
+    return _exchange(rows, jax.tree.unflatten(structure, leaves), num_rows, axis)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _exchange(rows, route, num_rows):
-    return _move(rows, route.there, num_rows)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _exchange(rows, route, num_rows, axis):
+    return _move(rows, route.there, num_rows, axis)
 
 
-def _exchange_fwd(rows, route, num_rows):
-    return _exchange(rows, route, num_rows), (route, jnp.zeros_like(rows, shape=(rows.shape[0], 0)))
+def _exchange_fwd(rows, route, num_rows, axis):
+    return _exchange(rows, route, num_rows, axis), (route, jnp.zeros_like(rows, shape=(rows.shape[0], 0)))
 
 
-def _exchange_bwd(num_rows, residuals, d_out):
+def _exchange_bwd(num_rows, axis, residuals, d_out):
     route, like = residuals
-    return _move(d_out, route.back, like.shape[0]), None
+    return _move(d_out, route.back, like.shape[0], axis), None
 
 
 _exchange.defvjp(_exchange_fwd, _exchange_bwd)
 
 
-def _move(rows, chunks: Chunks, num_rows: int):
+def _move(rows, chunks: Chunks, num_rows: int, axis):
     output, rows = vary_alike(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), rows)
     arguments = (
         rows,
@@ -127,8 +129,8 @@ def _move(rows, chunks: Chunks, num_rows: int):
     )
     return lax.platform_dependent(
         *arguments,
-        cpu=partial(emulate_ragged_all_to_all, axis_name=EXPERT),
-        default=partial(lax.ragged_all_to_all, axis_name=EXPERT),
+        cpu=partial(emulate_ragged_all_to_all, axis_name=axis),
+        default=partial(lax.ragged_all_to_all, axis_name=axis),
     )
 
 

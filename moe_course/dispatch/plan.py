@@ -16,6 +16,8 @@ class DispatchPlan:
     capacity: int = 0
     """Receive rows per rank (C), a multiple of ``ranks``. Unused when ``ranks`` is 1."""
     dispatcher: str = "all_to_all"
+    waves: int = 1
+    """Parts in which a layer sends its tokens (``dispatch.waves`` cuts them); they share the capacity equally."""
 
     def __post_init__(self):
         if self.num_experts % self.ranks:

@@ -13,22 +13,23 @@ from jax import lax
 from moe_course.dispatch.exchange import exchange, plan_exchange, route_of_rank
 from moe_course.dispatch.slots import first_of_each_group, slots_per_peer
 from moe_course.grouping import group_by_expert, permute, unpermute, weights_of_rows
-from moe_course.parallel import EXPERT
+from moe_course.parallel import expert_axes
 
 
 def dispatch_rank(x, expert_ids, weights, *, plan):
     """One rank's part of ``dispatch``; runs inside ``shard_map`` over a mesh with an expert axis."""
-    ranks, me = plan.ranks, lax.axis_index(EXPERT)
+    ranks, axes = plan.ranks, expert_axes()
+    me = lax.axis_index(axes)
     groups = group_by_expert(expert_ids, plan.num_experts)
-    wanted = lax.all_gather(groups.load, EXPERT).reshape(ranks, ranks, -1)  # [sender, receiver, expert there]
+    wanted = lax.all_gather(groups.load, axes).reshape(ranks, ranks, -1)  # [sender, receiver, expert there]
     route = route_of_rank(plan_exchange(wanted, plan.capacity), me)
     made = groups.load.reshape(ranks, -1).sum(1)
     kept = route.there.send_sizes
     arrived = route.there.recv_sizes.reshape(ranks, -1)
     send = first_of_each_group(groups, kept)
     return {
-        "rows": exchange(permute(x, groups), route, plan.capacity),
-        "row_weights": exchange(weights_of_rows(weights, groups)[:, None], route, plan.capacity)[:, 0],
+        "rows": exchange(permute(x, groups), route, plan.capacity, axes),
+        "row_weights": exchange(weights_of_rows(weights, groups)[:, None], route, plan.capacity, axes)[:, 0],
         "group_sizes": arrived.sum(0)[None],
         "demand": jnp.take(wanted, me, axis=1).sum()[None],
         "counts": {
@@ -44,5 +45,5 @@ def dispatch_rank(x, expert_ids, weights, *, plan):
 def combine_rank(rows, handle, *, plan):
     """The way back: every chunk to where it was taken from, then add up each token's rows."""
     send = handle["send"]
-    back = exchange(rows, handle["route"].reversed(), send.slot_of_row.shape[0])
+    back = exchange(rows, handle["route"].reversed(), send.slot_of_row.shape[0], expert_axes())
     return unpermute(back, send)

@@ -49,9 +49,17 @@ def slots_per_peer(
     return jnp.diff(below.sum((0, 1), dtype=jnp.int32), prepend=0)
 
 
+def copies_of(groups: Groups) -> Int[Array, " tokens"]:
+    """Slots of each token that ``unpermute`` reads a row for."""
+    return (groups.row_of_slot < groups.slot_of_row.shape[0]).sum(1, dtype=jnp.int32)
+
+
 def sum_chunks(
-    values: Int[Array, " rows"], starts: Int[Array, " chunks"], sizes: Int[Array, " chunks"]
-) -> Int[Array, " chunks"]:
+    values: Int[Array, "rows ..."], starts: Int[Array, " chunks"], sizes: Int[Array, " chunks"]
+) -> Int[Array, "chunks ..."]:
     """The sum of ``values`` over each run of rows."""
-    before = jnp.concatenate([jnp.zeros_like(values[:1], shape=(1,)), jnp.cumsum(values)])
-    return before[starts + sizes] - before[starts]
+    # Comparing every row with every chunk is cheaper than a cumulative sum.
+    row = jnp.arange(values.shape[0], dtype=jnp.int32)[None, :]
+    inside = (row >= starts[:, None]) & (row < (starts + sizes)[:, None])
+    inside = inside.reshape(*inside.shape, *(1,) * (values.ndim - 1))
+    return jnp.where(inside, values[None], 0).sum(1, dtype=jnp.int32)

@@ -24,13 +24,12 @@ class Block(nnx.Module):
         x: Float[Array, "tokens d_model"],
         segments: Int[Array, "batch seq"],
         plan: DispatchPlan | None,
-        backend: str = "auto",
+        **experts,
     ) -> tuple[Float[Array, "tokens d_model"], MoEStats | None]:
+        """``experts``: backend, recipe and key of :class:`MoE`."""
         x, hidden = self.before_feed_forward(x, segments)
         if isinstance(self.feed_forward, MoE):
-            out, stats = self.feed_forward(
-                hidden, plan=plan, num_sequences=segments.shape[0], backend=backend
-            )
+            out, stats = self.feed_forward(hidden, plan=plan, num_sequences=segments.shape[0], **experts)
             return x + out, stats
         return x + self.feed_forward(hidden), None
 
@@ -59,7 +58,7 @@ class MTP(nnx.Module):
         later: Float[Array, "tokens d_model"],
         segments: Int[Array, "batch seq"],
         plan: DispatchPlan | None,
-        backend: str = "auto",
+        **experts,
     ) -> tuple[Float[Array, "tokens d_model"], MoEStats | None]:
         joined = jnp.concatenate([self.hidden_norm(hidden), self.embedding_norm(later)], axis=-1)
-        return self.block(self.project(joined), segments, plan, backend)
+        return self.block(self.project(joined), segments, plan, **experts)

@@ -11,14 +11,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from moe_course.balance import expert_load, load_balancing_loss, router_z_loss
 from moe_course.dispatch import DispatchPlan, combine, dispatch
 from moe_course.dispatch.ledger import Ledger, count
+from moe_course.dispatch.waves import add_ledgers, demand_of, join_waves, split_waves
 from moe_course.experts import swiglu_experts
 from moe_course.layers.linear import SwiGLU
-from moe_course.parallel import FSDP, TOKEN_AXES, ambient_mesh, expert_spec, keep_tokens_sharded, per_device
+from moe_course.parallel import (
+    FSDP,
+    ambient_mesh,
+    expert_axes,
+    expert_spec,
+    keep_tokens_sharded,
+    per_device,
+    token_axes,
+)
+from moe_course.quant.recipes import Recipe
 from moe_course.routing import RouterConfig, Routing, route
 
 
@@ -86,27 +96,33 @@ class Experts(nnx.Module):
         rows: Float[Array, "N_C d_model"],
         group_sizes: Int[Array, "N experts_per_rank"],
         row_weights: Float[Array, "N_C"],
-        backend: str,
+        *,
+        backend: str = "auto",
+        recipe: Recipe | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "N_C d_model"]:
         """Weighted expert outputs, each device on its own rows with its own experts."""
         mesh = ambient_mesh()
-        run = partial(_expert_rows, backend=backend, dtype=self.dtype)
+        run = partial(_expert_rows, backend=backend, recipe=recipe, dtype=self.dtype)
         gate_up, down = self.gate_up[...], self.down[...]
         if mesh is None:
-            return run(rows, group_sizes, row_weights, gate_up, down, specs=None)
-        specs = expert_spec(gate_up.shape, mesh.shape[FSDP]), expert_spec(down.shape, mesh.shape[FSDP])
-        tokens = P(TOKEN_AXES)
+            return run(rows, group_sizes, row_weights, gate_up, down, key, specs=None)
+        specs = tuple(expert_spec(w.shape, mesh.shape[FSDP], expert_axes(mesh)) for w in (gate_up, down))
+        tokens = P(token_axes(mesh))
         fn = per_device(
-            partial(run, specs=specs), in_specs=(tokens, tokens, tokens, *specs), out_specs=tokens
+            partial(run, specs=specs), in_specs=(tokens, tokens, tokens, *specs, P()), out_specs=tokens
         )
-        return fn(rows, group_sizes, row_weights, gate_up, down)
+        return fn(rows, group_sizes, row_weights, gate_up, down, key)
 
 
-def _expert_rows(rows, group_sizes, row_weights, gate_up, down, *, specs, backend, dtype):
+def _expert_rows(rows, group_sizes, row_weights, gate_up, down, key, *, specs, backend, recipe, dtype):
     gate_up, down = gate_up.astype(dtype), down.astype(dtype)
     if specs is not None:
         gate_up, down = _gather_fsdp(gate_up, specs[0]), _gather_fsdp(down, specs[1])
-    return swiglu_experts(rows.astype(dtype), gate_up, down, group_sizes[0], row_weights, backend=backend)
+        if key is not None:  # every device rounds its own rows
+            key = jax.random.fold_in(key, jax.lax.axis_index(token_axes(ambient_mesh())))
+    how = {"backend": backend, "recipe": recipe, "key": key}
+    return swiglu_experts(rows.astype(dtype), gate_up, down, group_sizes[0], row_weights, **how)
 
 
 def _gather_fsdp(weight, spec):
@@ -145,19 +161,38 @@ class MoE(nnx.Module):
         mask: Bool[Array, "tokens"] | None = None,
         num_sequences: int = 1,
         backend: str = "auto",
+        recipe: Recipe | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "tokens d_model"], MoEStats]:
-        """Apply the layer to [T, D]; ``num_sequences`` cuts T into the sequences of the balance loss."""
+        """Apply the layer to [T, D]; ``num_sequences`` cuts T into the sequences of the balance loss.
+
+        ``recipe`` quantises the routed experts' GEMMs (``moe_course.quant``) and nothing else; ``key`` as there.
+        The shared expert computes while tokens travel; with ``plan.waves`` so do the experts of other waves.
+        """
         config = self.router.config
         plan = plan or DispatchPlan(config.num_experts)
-        logits, routing = self.router(x, mask)
-        sent = dispatch(x, routing, plan=plan)
-        shared = self.shared(x) if self.shared is not None else jnp.zeros((), x.dtype)
-        out = self.experts(sent.rows, sent.group_sizes, sent.row_weights, backend)
-        routed = keep_tokens_sharded(combine(out, sent)).astype(x.dtype)
+        with jax.named_scope("router"):
+            logits, routing = self.router(x, mask)
+        # No step reads more than it must: the shared expert and a wave's experts may run while other waves travel.
+        sent = []
+        for wave, (tokens, picks, one) in enumerate(split_waves(x, routing, plan)):
+            with jax.named_scope(f"dispatch_{wave}"):
+                sent.append(dispatch(tokens, picks, plan=one))
+        with jax.named_scope("shared_expert"):
+            shared = self.shared(x) if self.shared is not None else jnp.zeros((), x.dtype)
+        out = []
+        for wave, s in enumerate(sent):
+            with jax.named_scope(f"experts_{wave}"):
+                wave_key = None if key is None else jax.random.fold_in(key, wave)
+                how = {"backend": backend, "recipe": recipe, "key": wave_key}
+                rows = self.experts(s.rows, s.group_sizes, s.row_weights, **how)
+            with jax.named_scope(f"combine_{wave}"):
+                out.append(combine(rows, s))
+        routed = keep_tokens_sharded(join_waves(out)).astype(x.dtype)
         stats = MoEStats(
             load=expert_load(routing.expert_ids, config.num_experts),
-            demand=sent.demand.max(),
-            ledger=count(sent),
+            demand=demand_of(sent),
+            ledger=add_ledgers([count(s) for s in sent]),
             balance_loss=_sequence_balance(routing, config, num_sequences),
             z_loss=router_z_loss(logits, mask),
         )

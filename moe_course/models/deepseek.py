@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from moe_course.dispatch import DispatchPlan
 from moe_course.layers.attention import MLA
@@ -20,6 +20,7 @@ from moe_course.layers.linear import Embedding, Linear, RMSNorm, SwiGLU
 from moe_course.layers.moe import ExpertBias, MoE, MoEStats
 from moe_course.models.config import ModelConfig
 from moe_course.parallel import keep_tokens_sharded
+from moe_course.quant.recipes import Recipe
 from moe_course.routing import RouterConfig
 
 
@@ -67,11 +68,20 @@ class DeepSeekLM(nnx.Module):
         *,
         plan: DispatchPlan | None = None,
         backend: str = "auto",
+        recipe: Recipe | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> ModelOutput:
+        """``backend`` and ``recipe`` are those of the experts' grouped GEMMs, ``key`` what a recipe that rounds
+        stochastically needs: a new one each step."""
+
+        def experts(index: int) -> dict:
+            layer_key = None if key is None else jax.random.fold_in(key, index)
+            return {"backend": backend, "recipe": recipe, "key": layer_key}
+
         hidden = keep_tokens_sharded(self.embedding(tokens.reshape(-1)))
         states, moe = [], []
-        for layer in self.layers:
-            hidden, stats = layer(hidden, segments, plan, backend)
+        for index, layer in enumerate(self.layers):
+            hidden, stats = layer(hidden, segments, plan, **experts(index))
             states.append(hidden)
             moe.append(stats)
         logits = self._logits(hidden, tokens.shape)
@@ -79,7 +89,8 @@ class DeepSeekLM(nnx.Module):
         mtp_logits = []
         for depth, module in enumerate(self.mtp):
             later = jnp.roll(tokens, -(depth + 1), axis=1)  # wraps; shifted_targets masks those positions
-            hidden, stats = module(hidden, self.embedding(later.reshape(-1)), segments, plan, backend)
+            embedded = self.embedding(later.reshape(-1))
+            hidden, stats = module(hidden, embedded, segments, plan, **experts(len(self.layers) + depth))
             states.append(hidden)
             moe.append(stats)
             mtp_logits.append(self._logits(hidden, tokens.shape))

@@ -55,7 +55,7 @@ def quantize_fp8(
     Current scaling uses the amax of this very tensor, so nothing finite clips. NaN and infinity become NaN, each
     for itself; they do not count for the amax.
     """
-    f = format_of(fmt)
+    f = _eight_bits(fmt)
     if scale is None:
         scale = scale_of_amax(finite_amax(x), fmt)
     if scale.ndim == 0:
@@ -71,6 +71,13 @@ def quantize_fp8(
         axis=axis % x.ndim,
         length=x.shape[axis],
     )
+
+
+def _eight_bits(fmt: FormatName):
+    f = format_of(fmt)
+    if f.bits != 8:
+        raise ValueError(f"FP8 has 8-bit elements, {fmt!r} has {f.bits}; for four bits call quantize_nvfp4")
+    return f
 
 
 def _encode_or_nan(x: Array, f: Format) -> Array:
@@ -143,14 +150,16 @@ def quantize_fp8_blocks(
     ``power_of_two`` rounds the scale up to a power of two, as DeepSeek-V3 does for some activations. A tile that
     holds NaN or infinity is NaN as a whole; one of zeros has scale 1, as has one too small for a float32 scale.
     """
-    f = format_of(fmt)
+    f = _eight_bits(fmt)
     block = square_block(x.ndim, TILE) if square else block_along(x.ndim, axis, TILE)
     amax = block_max(magnitude_bits(x), block)
     if power_of_two:
         scale = decode_e8m0(jnp.maximum(shared_exponent(amax, f, "rceil"), jnp.uint8(1)))
     else:
-        scale = from_bits(amax) / np.float32(f.max)
-        scale = jnp.where(scale >= SMALLEST_NORMAL, scale, jnp.float32(1))
+        # A divisor not known before it runs: by a constant XLA multiplies with the reciprocal, one rounding more.
+        divisor = jnp.where(amax < INF_BITS, jnp.float32(f.max), jnp.float32(jnp.nan))
+        scale = from_bits(amax) / divisor
+        scale = jnp.where(scale < SMALLEST_NORMAL, jnp.float32(1), scale)
     scale = jnp.where(amax < INF_BITS, scale, jnp.float32(jnp.nan))
     codes = _encode_or_nan(x.astype(jnp.float32) / spread(scale, block, x.shape), f)
     return BlockScaled(

@@ -51,11 +51,18 @@ class TrainConfig:
     """Sequences per step, over all devices."""
     seq_len: int = 256
 
-    dispatcher: Literal["all_gather", "all_to_all", "ragged", "dedup"] = "all_to_all"
-    """How token copies reach their experts (``moe_course.dispatch``). On a CPU, ragged and dedup emulate the
-    ragged all-to-all: right, not fast."""
+    dispatcher: Literal["all_gather", "all_to_all", "ragged", "dedup", "hierarchical"] = "all_to_all"
+    """How token copies reach their experts (``moe_course.dispatch``). On a CPU all but the first two emulate
+    the ragged all-to-all: right, not fast. ``hierarchical`` needs ``mesh.nodes``."""
+    waves: int = 1
+    """Parts in which each MoE layer sends its tokens, so that one travels while another is computed."""
     backend: str = "auto"
     """Grouped GEMM kernel: auto, tiled, reference, ragged_dot, pallas."""
+    recipe: Literal["none", "bf16", "fp8", "fp8-tiles", "mxfp8", "mxfp8-floor", "mxfp8-hybrid", "nvfp4"] = (
+        "none"
+    )
+    """How the operands of the experts' GEMMs are quantised (``moe_course.quant``); none: not at all. Emulated, exactly
+    and slowly, on any machine."""
     capacity_factor: float = 2.0
     """Receive buffer as a multiple of the balanced need. Too small costs a re-run step, never a token."""
 
@@ -79,12 +86,19 @@ class TrainConfig:
         """Raise :class:`SettingError` for the first setting that cannot work."""
         self.model.validate()
         self.mesh.validate(self.devices, self.model.num_experts, self.batch_size)
-        at_least_one = "steps batch_size seq_len eval_every eval_bytes final_eval_bytes checkpoint_every keep_checkpoints"
-        for name in at_least_one.split():
+        at_least_one = (
+            "steps batch_size seq_len waves eval_every eval_bytes final_eval_bytes checkpoint_every"
+        )
+        for name in [*at_least_one.split(), "keep_checkpoints"]:
             if getattr(self, name) < 1:
                 raise SettingError(
                     f"{name} is {getattr(self, name)}. Set --{name.replace('_', '-')} to 1 or more."
                 )
+        if self.tokens_per_device % self.waves:
+            raise SettingError(
+                f"{self.tokens_per_device} tokens per device do not divide into {self.waves} waves. "
+                f"Set --waves to a divisor of {self.tokens_per_device}."
+            )
         if self.capacity_factor <= 0:
             raise SettingError(
                 f"capacity_factor is {self.capacity_factor}. Set --capacity-factor above 0, for example 2."
@@ -99,7 +113,7 @@ class TrainConfig:
         """The settings that decide the numbers. The rest (mesh, kernels, how often to save) may differ on
         resume."""
         free = (
-            "mesh devices dispatcher backend capacity_factor eval_every eval_bytes final_eval_bytes "
+            "mesh devices dispatcher waves backend capacity_factor eval_every eval_bytes final_eval_bytes "
             "checkpoint_every keep_checkpoints"
         ).split()
         return {name: value for name, value in asdict(self).items() if name not in free}

@@ -19,7 +19,14 @@ from moe_course.experts import swiglu_experts
 from moe_course.layers.moe import MoE
 from moe_course.models.config import ModelConfig
 from moe_course.models.deepseek import router_config
-from moe_course.parallel import EXPERT, TOKEN_AXES, batch_sharding, per_device, tree_shardings
+from moe_course.parallel import (
+    batch_sharding,
+    expert_axes,
+    expert_ranks,
+    per_device,
+    token_axes,
+    tree_shardings,
+)
 
 PEAK_TFLOPS = {
     r"\bA100\b": {"bfloat16": 312},
@@ -59,7 +66,7 @@ def measure_latency(
         return {"how": "the model has no MoE layer"}
     routing = "random routing" if hidden is None or layer is None else "the routing of a real batch"
     with jax.set_mesh(mesh):
-        plan = DispatchPlan(config.num_experts, mesh.shape[EXPERT], capacity, dispatcher)
+        plan = DispatchPlan(config.num_experts, expert_ranks(mesh), capacity, dispatcher)
         pieces, demand = moe_pieces(config, mesh, tokens_per_step, plan, hidden, layer, backend)
         seconds = interleaved(pieces, rounds)
     if plan.ranks > 1:
@@ -97,7 +104,7 @@ def moe_pieces(
     send = jax.jit(partial(dispatch, plan=plan))
     sent = send(x, routing)
     kernels = [
-        jax.device_put(weight[...].astype(config.compute_dtype), NamedSharding(mesh, P(EXPERT)))
+        jax.device_put(weight[...].astype(config.compute_dtype), NamedSharding(mesh, P(expert_axes(mesh))))
         for weight in (layer.experts.gate_up, layer.experts.down)
     ]
     multiply = jax.jit(partial(_multiply, mesh=mesh, backend=backend))
@@ -134,7 +141,7 @@ def _multiply(rows, gate_up, down, group_sizes, *, mesh: Mesh, backend: str):
 
     if mesh.size == 1:
         return one_rank(rows, gate_up, down, group_sizes)
-    tokens, experts = P(TOKEN_AXES), P(EXPERT)
+    tokens, experts = P(token_axes(mesh)), P(expert_axes(mesh))
     return per_device(one_rank, in_specs=(tokens, experts, experts, tokens), out_specs=tokens)(
         rows, gate_up, down, group_sizes
     )

@@ -22,6 +22,7 @@ from moe_course.dispatch.plan import DispatchPlan, bucket_capacity, largest_buck
 from moe_course.models import deepseek
 from moe_course.models.deepseek import DeepSeekLM, shifted_targets, token_losses
 from moe_course.parallel import batch_sharding, tree_shardings
+from moe_course.quant.recipes import RECIPES
 from moe_course.train.config import TrainConfig
 from moe_course.train.corpora import DOMAINS
 from moe_course.train.optimizer import (
@@ -77,13 +78,21 @@ def dispatch_plan(config: TrainConfig, bucket: int) -> DispatchPlan:
     capacity = bucket_capacity(
         bucket, config.capacity_factor, config.tokens_per_device, m.top_k, m.num_experts, ranks
     )
-    return DispatchPlan(m.num_experts, ranks, capacity, config.dispatcher)
+    return DispatchPlan(m.num_experts, ranks, capacity, config.dispatcher, config.waves)
 
 
-def batch_loss(model: DeepSeekLM, batch: dict, config: TrainConfig, plan: DispatchPlan):
-    """(training loss, auxiliary outputs) of one batch. Loss: nats per valid target, plus weighted extras."""
+def batch_loss(model: DeepSeekLM, batch: dict, config: TrainConfig, plan: DispatchPlan, step: Int[Array, ""]):
+    """(training loss, auxiliary outputs) of one batch. Loss: nats per valid target, plus weighted extras.
+
+    ``step`` decides how a recipe with stochastic rounding rounds.
+    """
     tokens, segments = batch["tokens"], batch["segments"]
-    out = model(tokens[:, :-1], segments[:, :-1], plan=plan, backend=config.backend)
+    recipe = RECIPES[config.recipe]
+    key = None
+    if recipe is not None and recipe.needs_key:
+        key = jax.random.fold_in(jax.random.key(config.seed), step)
+    experts = {"backend": config.backend, "recipe": recipe, "key": key}
+    out = model(tokens[:, :-1], segments[:, :-1], plan=plan, **experts)
     targets, valid = shifted_targets(tokens, segments, 1)
     nats = jnp.where(valid, token_losses(out.logits, targets), 0.0)
     loss = nats.sum() / jnp.maximum(valid.sum(), 1).astype(jnp.float32)
@@ -119,7 +128,7 @@ def make_train_step(config: TrainConfig, mesh: Mesh, bucket: int):
 
     def step(state: TrainState, batch: dict):
         def loss_fn(params):
-            return batch_loss(merge(params, state.bias), batch, config, plan)
+            return batch_loss(merge(params, state.bias), batch, config, plan, state.step)
 
         (total, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         gradient_norm = optax.tree.norm(grads)
@@ -181,7 +190,7 @@ def make_eval_step(config: TrainConfig, mesh: Mesh):
     merge = deepseek.merger(config.model)
 
     def evaluate(params, bias, batch):
-        _, aux = batch_loss(merge(params, bias), batch, config, plan)
+        _, aux = batch_loss(merge(params, bias), batch, config, plan, jnp.int32(0))
         load = None if aux["moe"] is None else aux["moe"].load
         return {"nats": aux["nats_by_domain"].sum(), "targets": aux["targets_by_domain"].sum(), "load": load}
 

@@ -5,6 +5,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from moe_course.dispatch import DISPATCHERS, DispatchPlan, combine, dispatch
 from moe_course.dispatch.plan import worst_case_capacity
@@ -13,8 +14,12 @@ from moe_course.routing import Routing
 
 D, E, K, T = 5, 8, 3, 32
 EXCHANGES = sorted(set(DISPATCHERS) - {"local"})
-RAGGED_BUFFERS = sorted({"all_gather", "ragged", "dedup"})
-"""Dispatchers whose demand is the sum over senders, and whose receive buffers must be equal row by row."""
+SAME_BUFFERS = sorted({"all_gather", "ragged", "dedup"})
+"""Dispatchers whose receive buffers must be equal row by row."""
+SUMMED_DEMAND = sorted({*SAME_BUFFERS, "hierarchical"})
+"""Dispatchers whose demand is the sum over senders."""
+QUICK = {"xla_backend_optimization_level": 0}
+"""Compiler options of programs that run once or twice: a third less time to compile, the same program."""
 
 
 def routing_case(name: str, seed: int = 7, tokens: int = T, top_k: int = K, ranks: int = 4):
@@ -48,6 +53,12 @@ CASES = [
     "a rank with no tokens",
     "no tokens at all",
 ]
+
+
+def mesh_for(shape, dispatcher: str):
+    """data x fsdp x expert; two nodes where the dispatcher tells nodes apart."""
+    nodes = 2 if dispatcher == "hierarchical" and shape[2] > 1 else 1
+    return make_mesh(MeshConfig(*shape, nodes=nodes))
 
 
 def plan_for(shape, dispatcher: str, capacity: int | None = None, tokens: int = T, top_k: int = K):
@@ -90,22 +101,34 @@ poison_gradient.defvjp(
 @cache
 def compiled(shape, plan: DispatchPlan, gradients: bool = True):
     """(x, ids, weights, probe) -> ((out, sent), (dx, dweights)) on a mesh, as NumPy; compiled once."""
-    mesh = make_mesh(MeshConfig(*shape))
+    mesh = mesh_for(shape, plan.dispatcher)
 
     def loss(x, weights, ids, probe):
         out, sent = scaling_layer(x, ids, weights, plan)
         return jnp.vdot(out, probe), (out, sent)
 
     step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True) if gradients else loss
-    step = jax.jit(step)
+    step = jax.jit(step, compiler_options=QUICK)
 
     def call(x, ids, weights, probe):
-        arrays = [jax.device_put(a, batch_sharding(mesh)) for a in (x, weights, ids, probe)]
+        sharding = batch_sharding(mesh)
+        # From a callback, because some of the devices may be another process's.
+        arrays = [
+            jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in (x, weights, ids, probe)
+        ]
         with jax.set_mesh(mesh):
-            result = jax.tree.map(np.asarray, step(*arrays))
+            result = step(*arrays)
+        result = fetch(result)
         return (result[0][1], result[1]) if gradients else result[1]
 
     return call
+
+
+def fetch(tree):
+    """Whole NumPy arrays, in every process."""
+    if jax.process_count() == 1:
+        return jax.tree.map(np.asarray, tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def probe_for(x):

@@ -1,4 +1,4 @@
-"""Dispatch and combine against plain indexing, on 1, 2, 4 and 8 devices."""
+"""What only the padded all-to-all does, one and all experts per token, and plans."""
 
 import itertools
 
@@ -12,10 +12,10 @@ from moe_course.dispatch.plan import bucket_capacity, largest_bucket, worst_case
 from moe_course.errors import SettingError
 from moe_course.parallel import MeshConfig, batch_sharding, make_mesh
 from moe_course.routing import Routing
+from tests.dispatch.dispatch_cases import QUICK
 from tests.oracle import relative_error
 
 D, E = 5, 8
-MESHES = [(1, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 4), (2, 2, 2), (1, 1, 8)]
 
 
 def random_case(seed: int, tokens: int, top_k: int, hot: int | None = None, masked: float = 0.0):
@@ -34,7 +34,7 @@ def on_mesh(shape, fn, *arrays):
     mesh = make_mesh(MeshConfig(*shape))
     arrays = [jax.device_put(a, batch_sharding(mesh)) for a in arrays]
     with jax.set_mesh(mesh):
-        return jax.tree.map(np.asarray, jax.jit(fn)(*arrays))
+        return jax.tree.map(np.asarray, jax.jit(fn, compiler_options=QUICK)(*arrays))
 
 
 def plan_for(shape, tokens, top_k, capacity=None):
@@ -61,9 +61,14 @@ def expected(x, ids, weights):
     return x.astype(np.float64) * factor.sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize(
-    ("top_k", "hot", "masked"), [(3, None, 0.0), (1, None, 0.3), (2, 6, 0.0), (8, None, 0.5)]
+    ("shape", "top_k", "hot", "masked"),
+    [
+        ((1, 1, 1), 8, None, 0.5),
+        ((2, 1, 2), 1, None, 0.3),
+        ((1, 2, 4), 2, 6, 0.0),
+        ((1, 1, 8), 8, None, 0.5),
+    ],
 )
 def test_dispatch_combine_equals_indexing(shape, top_k, hot, masked):
     x, ids, weights = random_case(7, 64, top_k, hot, masked)
@@ -78,33 +83,16 @@ def test_dispatch_combine_equals_indexing(shape, top_k, hot, masked):
         assert sent.demand.max() <= plan.capacity
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 2), (2, 1, 4), (1, 1, 8)])
-def test_gradients_equal_indexing(shape):
-    """For the tokens and for the combine weights, against d/d of the closed form."""
-    x, ids, weights = random_case(11, 32, 2, masked=0.2)
-    plan = plan_for(shape, 32, 2)
-    probe = np.random.default_rng(0).standard_normal(x.shape).astype(np.float32)
-
-    def loss(x, weights, ids, probe):
-        return (layer(x, ids, weights, plan)[0] * probe).sum()
-
-    dx, dweights = on_mesh(shape, jax.grad(loss, argnums=(0, 1)), x, weights, ids, probe)
-    factor = np.where(ids < E, ids + 1.0, 0.0)
-    assert relative_error(dx, probe * (factor * weights).sum(1, keepdims=True)) < 1e-6
-    assert relative_error(dweights, factor * (probe * x).sum(1, keepdims=True)) < 1e-6
-
-
 def test_rows_are_bit_identical_in_any_sufficient_buffer():
     """The bucket rule re-runs a step in a larger buffer and promises the same bits."""
     x, ids, weights = random_case(3, 64, 3)
     shape, results = (1, 2, 4), []
-    for capacity in (4 * 24, 4 * 20, 4 * 10):
+    for capacity in (4 * 24, 4 * 10):
         plan = plan_for(shape, 64, 3, capacity)
         out, sent = on_mesh(shape, lambda *a, plan=plan: layer(*a, plan), x, ids, weights)
         assert sent.demand.max() <= capacity
         results.append(out)
     assert np.array_equal(results[0], results[1])
-    assert np.array_equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("hot", [0, 5])
@@ -130,21 +118,6 @@ def test_overflow_is_counted_not_hidden(hot):
     assert int(books.sent) == int(books.received) == int(books.computed) == int(books.combined) == kept.sum()
     assert int(books.dropped) == tokens * top_k - kept.sum() > 0
     assert relative_error(out, expected(x, np.where(kept, ids, E), weights)) < 1e-6
-
-
-def test_nan_tokens_that_are_masked_stay_home():
-    x, ids, weights = random_case(2, 32, 2, masked=0.5)
-    x[ids[:, 0] == E] = np.nan
-    plan = plan_for((1, 1, 4), 32, 2)
-
-    def loss(x, ids, weights):
-        out, _ = layer(x, ids, weights, plan)
-        return jnp.where(ids[:, :1] < E, out, 0.0).sum(), out
-
-    (_, out), dx = on_mesh((1, 1, 4), jax.value_and_grad(loss, has_aux=True), x, ids, weights)
-    assert np.isfinite(out).all()
-    assert np.isfinite(dx).all()
-    assert not dx[ids[:, 0] == E].any()
 
 
 def test_ledger_check_names_the_first_loss():

@@ -1,14 +1,19 @@
 """One suite for all dispatchers: against plain indexing, against each other, short of room, poisoned."""
 
+import jax
 import numpy as np
 import pytest
 
-from moe_course.dispatch import DISPATCHERS, dedup, ledger
+from moe_course import dispatch as dispatch_package
+from moe_course.dispatch import DISPATCHERS, hierarchical, hop, ledger, local
 from moe_course.dispatch import exchange as exchange_module
+from moe_course.errors import SettingError
+from moe_course.parallel import MeshConfig, make_mesh
 from tests.dispatch.dispatch_cases import (
     CASES,
     EXCHANGES,
-    RAGGED_BUFFERS,
+    SAME_BUFFERS,
+    SUMMED_DEMAND,
     D,
     E,
     K,
@@ -21,7 +26,9 @@ from tests.dispatch.dispatch_cases import (
 )
 from tests.oracle import assert_close, relative_error
 
-MESHES = [(1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2)]
+pytestmark = pytest.mark.thorough
+
+MESHES = [(1, 1, 4), (2, 2, 2)]
 FOUR = (1, 1, 4)
 
 
@@ -53,16 +60,27 @@ def test_results_gradients_and_books_equal_indexing(shape, dispatcher):
         check_case(shape, dispatcher, case)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-def test_an_expert_axis_of_one_exchanges_nothing(dispatcher):
-    check_case((1, 1, 1), dispatcher, "masked")
+def test_an_expert_axis_of_one_exchanges_nothing():
+    for dispatcher in DISPATCHERS:
+        assert dispatch_package._dispatcher(plan_for((1, 1, 1), dispatcher)) is local
+    check_case((1, 1, 1), "dedup", "masked")
+    check_case((2, 1, 1), "hierarchical", "masked")
+
+
+def test_hierarchical_needs_a_node_axis_and_says_so():
+    plan = plan_for(FOUR, "hierarchical")
+    wants = pytest.raises(SettingError, match=r"needs a mesh with a node axis. Set --mesh.nodes")
+    with jax.set_mesh(make_mesh(MeshConfig(*FOUR))), wants:
+        dispatch_package._dispatcher(plan)
+    with pytest.raises(SettingError, match="expert axis of 4 does not divide over 3 nodes"):
+        MeshConfig(*FOUR, nodes=3).validate(4, 8, 4)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_receive_buffers_are_the_same_whoever_filled_them(case):
     """Rows, weights and groups, bit for bit: expert order, senders in order, then tokens, then slots."""
     x, ids, weights = routing_case(case)
-    sent = [compiled(FOUR, plan_for(FOUR, d))(x, ids, weights, probe_for(x))[0][1] for d in RAGGED_BUFFERS]
+    sent = [compiled(FOUR, plan_for(FOUR, d))(x, ids, weights, probe_for(x))[0][1] for d in SAME_BUFFERS]
     per = E // 4
     for rank in range(4):
         slots = sorted((e, t, k) for (t, k), e in np.ndenumerate(ids) if e // per == rank and e < E)
@@ -83,7 +101,7 @@ TIGHT = 4 * 7
 """Receive rows: enough for the balanced cases (24 copies a rank), not for a hot expert."""
 
 
-@pytest.mark.parametrize("dispatcher", RAGGED_BUFFERS)
+@pytest.mark.parametrize("dispatcher", SUMMED_DEMAND)
 def test_b56_bits_do_not_depend_on_the_buffer(dispatcher):
     """The trainer re-runs a step in a larger bucket and promises the same bits."""
     x, ids, weights = routing_case("masked")
@@ -97,37 +115,56 @@ def test_b56_bits_do_not_depend_on_the_buffer(dispatcher):
         assert np.array_equal(a, b)
 
 
-def kept_of(dispatcher, ids, capacity, ranks=4):
+def kept_of(dispatcher, ids, capacity, ranks=4, nodes=2):
     """Which slots fit: by hand, from the order in which each buffer fills."""
-    per, local = E // ranks, T // ranks
+    per, local, places = E // ranks, T // ranks, ranks // nodes
     kept = np.zeros_like(ids, bool)
+    relayed = {}  # per node: tokens that its relays have room for
+    for node in range(nodes):
+        bound_for = ((ids < E) & (ids // (per * places) == node)).any(1)
+        relays = [[t for t in np.flatnonzero(bound_for) if t // local % places == p] for p in range(places)]
+        relayed[node] = {t for relay in relays for t in relay[: min(nodes * local, places * capacity)]}
     for rank in range(ranks):
         here = [(t, k) for (t, k), e in np.ndenumerate(ids) if e < E and e // per == rank]
-        if dispatcher == "dedup":  # wire rows are cut first: by sender, then token
-            tokens = sorted({t for t, _ in here})[: min(capacity, ranks * local)]
+        place = {t: (t // local, t) for t, _ in here}  # arrival: by sender, then token
+        if dispatcher == "hierarchical":  # by relay, which is the sender's place in its node, then by node
+            place = {t: (t // local % places, t) for t in place if t in relayed[rank // places]}
+        if dispatcher in ("dedup", "hierarchical"):  # wire rows are cut first
+            tokens = sorted(place, key=place.get)[: min(capacity, ranks * local)]
             here = [slot for slot in here if slot[0] in tokens]
-        here.sort(key=lambda slot: (ids[slot], slot))
+        here.sort(key=lambda slot: (ids[slot], place[slot[0]], slot))
         for slot in here[:capacity]:
             kept[slot] = True
     return kept
 
 
-@pytest.mark.parametrize("dispatcher", RAGGED_BUFFERS)
-@pytest.mark.parametrize("case", ["one hot expert", "uneven demand"])
-def test_b56_overflow_is_counted_exactly_and_drops_the_end_of_the_buffer(dispatcher, case):
+def check_overflow(dispatcher, case, capacity):
     x, ids, weights = routing_case(case)
-    (out, sent), grads = compiled(FOUR, plan_for(FOUR, dispatcher, TIGHT))(x, ids, weights, probe_for(x))
+    (out, sent), grads = compiled(FOUR, plan_for(FOUR, dispatcher, capacity))(x, ids, weights, probe_for(x))
     demand = [int(((ids < E) & (ids // 2 == rank)).sum()) for rank in range(4)]
     assert sent.demand.tolist() == demand
-    assert max(demand) > TIGHT
-    kept = kept_of(dispatcher, ids, TIGHT)
+    assert max(demand) > capacity
+    kept = kept_of(dispatcher, ids, capacity)
     books = ledger.count(sent)
-    assert int(books.made) == ids.size
+    assert int(books.made) == (ids < E).sum()
     assert int(books.computed) == int(books.combined) == kept.sum()
-    assert int(books.dropped) == ids.size - kept.sum() > 0
+    assert int(books.dropped) == (ids < E).sum() - kept.sum() > 0
     assert ledger.check_pairs(ledger.pair_books(sent)) is not None
     assert_close(out, expected(x, np.where(kept, ids, E), weights), np.float32, K)  # dropped copies add 0
     assert all(np.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("dispatcher", SUMMED_DEMAND)
+@pytest.mark.parametrize("case", ["one hot expert", "uneven demand"])
+def test_b56_overflow_is_counted_exactly_and_drops_the_end_of_the_buffer(dispatcher, case):
+    check_overflow(dispatcher, case, TIGHT)
+
+
+@pytest.mark.slow
+def test_b56_a_relay_without_room_is_counted_too():
+    """Four rows for each rank, so eight for a relay that was asked for sixteen."""
+    check_overflow("hierarchical", "random", 4)
+    check_overflow("hierarchical", "uneven demand", 4)
 
 
 def test_b70_a_token_travels_once_per_rank():
@@ -145,10 +182,30 @@ def test_b70_a_token_travels_once_per_rank():
     assert books.rows["sent"].sum() < books.sent.sum()
 
 
-def test_b70_distinct_ranks_of_a_token():
+@pytest.mark.parametrize("case", ["random", "masked", "one hot expert"])
+def test_b70_a_token_crosses_to_a_node_once_and_to_a_rank_once(case):
+    """Two nodes of two ranks: across, a sender's rows go to the same place of the other node and nowhere else."""
+    x, ids, weights = routing_case(case)
+    (_, sent), _ = compiled(FOUR, plan_for(FOUR, "hierarchical"))(x, ids, weights, probe_for(x))
+    rows = ledger.pair_books(sent).rows
+    owner = np.where(ids < E, ids // 2, -9).reshape(4, T // 4, K)  # [sender, token, pick]
+    want = np.zeros((4, 4), int)
+    for sender in range(4):
+        node, place = divmod(sender, 2)
+        for other in range(2):
+            want[sender, 2 * other + place] += (owner[sender] // 2 == other).any(-1).sum()
+        relayed = np.concatenate([owner[place], owner[2 + place]])  # what this relay has from both nodes
+        for receiver in (2 * node, 2 * node + 1):
+            want[sender, receiver] += (relayed == receiver).any(-1).sum()
+    for what in ("sent", "combined"):
+        assert rows[what][0].tolist() == want.tolist()
+    assert rows["received"][0].tolist() == want.tolist()
+
+
+def test_b70_distinct_owners_of_a_token():
     owner = np.array([[2, 0, 2], [1, 1, 1], [4, 4, 4], [3, 4, 0]], np.int32)
-    assert dedup.distinct(owner, 4).tolist() == [[0, 2, 4], [1, 4, 4], [4, 4, 4], [0, 3, 4]]
-    assert dedup.distinct(np.array([[1, 0, 1, 0]], np.int32), 2).tolist() == [[0, 1]]
+    assert hop.distinct(owner, 4).tolist() == [[0, 2, 4], [1, 4, 4], [4, 4, 4], [0, 3, 4]]
+    assert hop.distinct(np.array([[1, 0, 1, 0]], np.int32), 2).tolist() == [[0, 1]]
 
 
 # ---------------------------------------------------------------- broken twins: the suite must fail them
@@ -156,7 +213,8 @@ def test_b70_distinct_ranks_of_a_token():
 
 def twin_output(dispatcher, case="random"):
     x, ids, weights = routing_case(case)
-    (out, sent), _ = compiled.__wrapped__(FOUR, plan_for(FOUR, dispatcher))(x, ids, weights, probe_for(x))
+    run = compiled.__wrapped__(FOUR, plan_for(FOUR, dispatcher), gradients=False)
+    out, sent = run(x, ids, weights, probe_for(x))
     return relative_error(out, expected(x, ids, weights)), sent
 
 
@@ -172,12 +230,40 @@ def test_broken_twin_receivers_view_of_offsets(monkeypatch):
     assert not twin_output("ragged")[0] < 1e-3
 
 
-def test_broken_twin_dedup_counts_a_rank_twice(monkeypatch):
-    """B70's mistake: one row per expert sent, each with the rank's whole sum coming back."""
-    monkeypatch.setattr(dedup, "distinct", lambda owner, ranks: owner)
-    error, sent = twin_output("dedup")
+def test_broken_twin_cut_sizes_move_the_source(monkeypatch):
+    """B56's mistake: input offsets of the cut sizes, so that what follows a cut chunk is taken from the wrong place."""
+    honest = exchange_module.plan_exchange
+
+    def mistaken(sizes, capacity):
+        layout = honest(sizes, capacity)
+        sent = layout.kept.reshape(len(sizes), -1)
+        taken_from = (sent.cumsum(1) - sent).reshape(sizes.shape)
+        return exchange_module.Layout(taken_from, layout.kept, layout.lands_at)
+
+    monkeypatch.setattr("moe_course.dispatch.ragged.plan_exchange", mistaken)
+    x, ids, weights = routing_case("uneven demand")
+    run = compiled.__wrapped__(FOUR, plan_for(FOUR, "ragged", TIGHT), gradients=False)
+    out, _ = run(x, ids, weights, probe_for(x))
+    kept = kept_of("ragged", ids, TIGHT)
+    assert not relative_error(out, expected(x, np.where(kept, ids, E), weights)) < 1e-3
+
+
+@pytest.mark.parametrize("dispatcher", ["dedup", "hierarchical"])
+def test_broken_twin_dedup_counts_an_owner_twice(monkeypatch, dispatcher):
+    """B70's mistake: one row per expert sent, each with the owner's whole sum coming back."""
+    monkeypatch.setattr(hop, "distinct", lambda owner, owners: owner)
+    error, sent = twin_output(dispatcher)
     assert not error < 1e-3
     assert ledger.check(**{k: int(v) for k, v in vars(ledger.count(sent)).items()}) is not None
+
+
+def test_broken_twin_hierarchical_forgets_where_a_relayed_row_comes_from(monkeypatch):
+    """The result is right and so are the totals; only the books of the pairs can tell."""
+    monkeypatch.setattr(hierarchical, "_sender_of_rows", lambda arrived: arrived.ids[:, 0] * 0)
+    error, sent = twin_output("hierarchical")
+    assert error < 1e-6
+    assert ledger.check(**{k: int(v) for k, v in vars(ledger.count(sent)).items()}) is None
+    assert "token copies sent but" in ledger.check_pairs(ledger.pair_books(sent))
 
 
 def test_broken_twin_all_gather_adds_ranks_twice(monkeypatch):

@@ -15,8 +15,8 @@ from moe_course.dispatch.exchange import (
     plan_exchange,
     route_of_rank,
 )
-from moe_course.parallel import EXPERT, MeshConfig, make_mesh, per_device
-from tests.dispatch.dispatch_cases import T, plan_for, routing_case, scaling_layer
+from moe_course.parallel import EXPERT, per_device
+from tests.dispatch.dispatch_cases import T, mesh_for, plan_for, routing_case, scaling_layer
 
 COUNTS = np.array([[2, 1, 0], [0, 3, 1], [4, 0, 2]], np.int32)
 """Rows that each sender has for each receiver. Not symmetric, so that no mistake of sides hides."""
@@ -144,7 +144,7 @@ def test_b55_there_and_back_is_the_identity_and_so_is_its_gradient():
     assert np.array_equal(there[:6], receiver_0)
 
 
-@pytest.mark.parametrize("dispatcher", ["ragged", "dedup"])
+@pytest.mark.parametrize("dispatcher", ["ragged", "dedup", "hierarchical"])
 def test_b55_a_gpu_program_uses_the_real_operation(dispatcher):
     """Lowered for CUDA without a GPU, forward and backward: ragged all-to-alls, none of the emulation."""
     shape = (1, 1, 4)
@@ -154,7 +154,7 @@ def test_b55_a_gpu_program_uses_the_real_operation(dispatcher):
     def loss(x, weights, ids):
         return scaling_layer(x, ids, weights, plan)[0].sum()
 
-    with jax.set_mesh(make_mesh(MeshConfig(*shape))):
+    with jax.set_mesh(mesh_for(shape, dispatcher)):
         traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(x, weights, ids)
         text = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cuda", "cpu")}
     assert text["cuda"].count("ragged_all_to_all") >= 5

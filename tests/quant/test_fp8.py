@@ -115,3 +115,9 @@ def test_square_tiles():
     want = np.abs(x[:, :128, :128]).max((1, 2)) / np.float32(448)
     np.testing.assert_array_equal(q.scale[:, 0, 0], want)
     np.testing.assert_array_equal(dequantize(q), dequantize(tiles(x, axis=1, square=True)))
+
+
+@pytest.mark.parametrize("quantise", [quantize_fp8, quantize_fp8_blocks])
+def test_four_bits_are_refused(quantise):
+    with pytest.raises(ValueError, match="quantize_nvfp4"):
+        quantise(np.ones((2, 4), np.float32), fmt="e2m1")

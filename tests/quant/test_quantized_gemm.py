@@ -30,6 +30,8 @@ from moe_course.quant import (
 )
 from tests import oracle
 
+pytestmark = pytest.mark.thorough
+
 SIZES = np.array([5, 0, 33, 26], np.int32)
 ROWS, D, F = 74, 48, 40  # ten rows in the tail; no dimension is a multiple of 32
 PLAIN_NVFP4 = NVFP4(stochastic_rounding=False)
@@ -91,9 +93,9 @@ SINGLE = {
 }
 
 
-def each_expert(x, sizes):
-    """Each expert's rows, filled up to 48: [E, 48, d]."""
-    return np.stack([np.pad(x[g], ((0, 48 - len(x[g])), (0, 0))) for g in oracle.group_slices(sizes)])
+def by_expert(x):
+    """Each expert's rows, filled up to 48 with zeros: [E, 48, d]."""
+    return np.stack([np.pad(x[g], ((0, 48 - len(x[g])), (0, 0))) for g in oracle.group_slices(SIZES)])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -113,34 +115,33 @@ def operands(recipe, rows, kernels, d_out):
     )
 
 
-def expected(recipe, rows, kernels, d_out, sizes=SIZES):
-    x, w, dy, wt, down, d_down = (
-        np.asarray(a, np.float64)
-        for a in operands(recipe, each_expert(rows, sizes), kernels, each_expert(d_out, sizes))
-    )
+def expected(recipe, rows, kernels, d_out):
+    """(the three products, the three sums of the magnitudes of their terms), float64."""
+    found = [np.asarray(a, np.float64) for a in operands(recipe, by_expert(rows), kernels, by_expert(d_out))]
+    return three_products(*found), three_products(*map(np.abs, found))
+
+
+def three_products(x, w, dy, wt, x_down, dy_down):
     out, d_rows = np.zeros((ROWS, F)), np.zeros((ROWS, D))
-    for e, group in enumerate(oracle.group_slices(sizes)):
-        out[group] = (x[e] @ w[e])[: sizes[e]]
-        d_rows[group] = (dy[e] @ wt[e].T)[: sizes[e]]
-    return out, d_rows, np.einsum("emd,emf->edf", down, d_down)
-
-
-@cache
-def expected_of_the_problem(recipe):
-    return expected(recipe, *problem())
+    for e, group in enumerate(oracle.group_slices(SIZES)):
+        out[group] = (x[e] @ w[e])[: SIZES[e]]
+        d_rows[group] = (dy[e] @ wt[e].T)[: SIZES[e]]
+    return out, d_rows, np.einsum("emd,emf->edf", x_down, dy_down)
 
 
 def check(gemm, recipe):
-    rows, kernels, d_out = problem()
-    out, d_rows, d_kernels = product_and_gradients(gemm, rows, kernels, SIZES, d_out)
-    total = SIZES.sum()
-    wants = expected_of_the_problem(recipe)
-    for e, group in enumerate(oracle.group_slices(SIZES)):  # each by its own size: they differ a thousandfold
-        oracle.assert_close(out[group], wants[0][group], np.float32, D, f"product {e}")
-        oracle.assert_close(d_rows[group], wants[1][group], np.float32, F, f"dgrad {e}")
-        oracle.assert_close(d_kernels[e], wants[2][e], np.float32, 48, f"wgrad {e}")
-    assert not np.any(np.asarray(d_rows[total:]))
-    assert not np.any(np.asarray(d_kernels)[SIZES == 0])
+    """Every element to within rounding of its own sum: the terms may cancel, so their magnitudes are the measure."""
+    arguments = problem(spread=2 if isinstance(recipe, NVFP4) else 10)  # E2M1 underflows sooner
+    actual = product_and_gradients(gemm, arguments[0], arguments[1], SIZES, arguments[2])
+    wants, magnitudes = expected(recipe, *arguments)
+    for got, want, terms, what in zip(actual, wants, magnitudes, ("fprop", "dgrad", "wgrad"), strict=True):
+        cut = slice(None) if what == "wgrad" else slice(SIZES.sum())
+        assert np.mean(want[cut] != 0) > 0.2, f"{what} is mostly zeros and shows nothing"
+        error = np.abs(np.asarray(got, np.float64) - want)[cut]
+        worst = np.max(error - oracle.tolerance(np.float32, 48) * terms[cut])
+        assert worst <= 0, f"{what}: an error of {error.max():.3g} is more than rounding explains"
+    assert not np.any(np.asarray(actual[1][SIZES.sum() :]))
+    assert not np.any(np.asarray(actual[2])[SIZES == 0])
 
 
 @pytest.mark.parametrize("recipe", SINGLE, ids=str)
@@ -149,6 +150,7 @@ def test_equals_each_expert_alone(recipe):
     check(use(recipe), recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tiled", "ragged_dot", "pallas_interpret"])
 def test_every_backend(backend):
     check(use(MXFP8(), backend), MXFP8())
@@ -202,7 +204,7 @@ def test_b48_few_rows():
 def test_bfloat16_arguments_give_bfloat16_results():
     arguments = problem(dtype=jnp.bfloat16)
     results = product_and_gradients(use(MXFP8()), arguments[0], arguments[1], SIZES, arguments[2])
-    wants = expected(MXFP8(), *arguments)
+    wants, _ = expected(MXFP8(), *arguments)
     for result, want in zip(results, wants, strict=True):
         assert result.dtype == jnp.bfloat16
         real = slice(None) if want.ndim == 3 else slice(SIZES.sum())
@@ -213,7 +215,7 @@ def test_bfloat16_arguments_give_bfloat16_results():
 
 
 def test_b83_keys_decide_the_gradients_and_nothing_else():
-    rows, kernels, d_out = problem()
+    rows, kernels, d_out = problem(spread=0)
     run = partial(product_and_gradients, use(NVFP4()), rows, kernels, SIZES, d_out)
     one, again, other = run(KEY), run(KEY), run(jax.random.key(1))
     plain = product_and_gradients(use(PLAIN_NVFP4), rows, kernels, SIZES, d_out)
@@ -234,7 +236,7 @@ def test_b83_the_mean_over_keys_is_the_gradient_of_the_rounded_weights():
     many = jax.jit(jax.vmap(lambda key: product_and_gradients(gemm, rows, kernels, SIZES, d_out, key)[1]))(
         jax.random.split(KEY, 256)
     )
-    w = operands(PLAIN_NVFP4, each_expert(rows, SIZES), kernels, each_expert(d_out, SIZES))[3]
+    w = operands(PLAIN_NVFP4, by_expert(rows), kernels, by_expert(d_out))[3]
     w = np.asarray(w, np.float64)
     want = oracle.grouped_gemm(np.where(np.isnan(d_out), 0, d_out), np.swapaxes(w, 1, 2), SIZES)
     nearest = product_and_gradients(use(PLAIN_NVFP4), rows, kernels, SIZES, d_out)[1]
@@ -409,6 +411,7 @@ def twin_not_quantised(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "twin", [twin_transposed_scales, twin_unaligned, twin_one_copy_of_the_weights, twin_not_quantised]
 )
