@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from moe_course.errors import SettingError
-from moe_course.parallel import DATA, EXPERT, FSDP
+from moe_course.parallel import DATA, EXPERT, FSDP, NODE
 from moe_course.routing import Routing
 from moe_course.te import native
 from moe_course.te.checks import require, require_dtype, require_integers, require_shape
@@ -80,9 +80,22 @@ class ExpertParallel:
 
     @classmethod
     def for_mesh(
-        cls, mesh: Mesh, *, num_experts: int, top_k: int, tokens: int, d_model: int, factor: float | None
+        cls,
+        mesh: Mesh,
+        *,
+        num_experts: int,
+        top_k: int,
+        tokens: int,
+        d_model: int,
+        factor: float | None = None,
+        capacity: int | None = None,
     ) -> "ExpertParallel":
-        """For ``tokens`` in all on ``mesh``, with buffers of ``factor`` times the balanced need; None: any routing."""
+        """For ``tokens`` in all on ``mesh``, with buffers of ``factor`` times the balanced need; None: any routing.
+
+        A ``capacity`` in rows takes the place of the factor.
+        """
+        if NODE in mesh.shape:
+            raise SettingError("TE's expert parallelism knows no node axis. Set --mesh.nodes to 1.")
         outer = [axis for axis in (DATA, FSDP) if mesh.shape.get(axis, 1) > 1]
         if len(outer) > 1:
             raise SettingError(
@@ -100,7 +113,7 @@ class ExpertParallel:
             groups=groups,
             tokens_per_rank=per_rank,
             d_model=d_model,
-            capacity=receive_capacity(per_rank, top_k, num_experts, ranks, factor),
+            capacity=capacity or receive_capacity(per_rank, top_k, num_experts, ranks, factor),
             outer_axis=outer_axis,
         )
 

@@ -95,6 +95,9 @@ CALLS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Name -> (module under ``transformer_engine``, parameters or dataclass fields in order)."""
 
+stand_in: int | None = None
+"""Compute capability times ten of the GPU that :mod:`moe_course.te.without_gpu` made up, while it does."""
+
 FAILURES = (ImportError, RuntimeError, OSError, AssertionError)
 """What importing TE raises where a library, a version or the extension is not right."""
 

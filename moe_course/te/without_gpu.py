@@ -7,6 +7,7 @@ collectives after partitioning). They must never be run on a GPU: some workspace
 One capability per process: TE remembers what it was told.
 """
 
+import contextlib
 import ctypes
 import importlib
 import importlib.metadata
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from moe_course.errors import RunError
@@ -65,6 +67,16 @@ def missing() -> str:
         if shutil.which(tool) is None:
             return f"{tool} is missing, which builds the stub driver. Install gcc and binutils."
     return ""
+
+
+@contextlib.contextmanager
+def taken_for_a_gpu() -> Iterator[None]:
+    """Inside, ``te.available()`` answers for the GPU of :func:`load`: whole layers with ``backend="te"`` then trace."""
+    native.stand_in = native.compute_capability()
+    try:
+        yield
+    finally:
+        native.stand_in = None
 
 
 def start_expert_parallel(setup: ExpertParallel) -> None:

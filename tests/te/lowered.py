@@ -16,8 +16,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from moe_course import te
+from moe_course.dispatch import DispatchPlan
+from moe_course.layers.moe import MoE
 from moe_course.parallel import MeshConfig, make_mesh
 from moe_course.quant import MXFP8, FP8CurrentScaling
 from moe_course.routing import RouterConfig, Routing
@@ -203,6 +206,32 @@ def moe_mxfp8_with_balance_loss():
     return _moe(recipe=MXFP8(), balance_coeff=0.01)
 
 
+def _our_layer(dispatcher):
+    """This package's MoE layer on TE's grouped GEMM, under expert parallelism; gradients of all its weights."""
+    exchange = setup()
+    layer = MoE(
+        WIDTH, HIDDEN, RouterConfig(EXPERTS, TOP_K), num_shared_experts=0, dtype="bfloat16", rngs=nnx.Rngs(0)
+    )
+    graph, state = nnx.split(layer)
+    plan = DispatchPlan(EXPERTS, exchange.ranks, exchange.capacity, dispatcher)
+
+    def f(x, state):
+        return nnx.merge(graph, state)(x, plan=plan, backend="te")[0]
+
+    shapes = jax.tree.map(lambda a: shape(*a.shape, dtype=a.dtype), state)
+    return with_gradient(f, 0, 1), shape(TOKENS, WIDTH), shapes
+
+
+@case
+def our_layer():
+    return _our_layer("all_to_all")
+
+
+@case
+def our_layer_and_te_dispatch():
+    return _our_layer("te")
+
+
 def _remat(policy):
     def block(x, kernel):
         return jnp.tanh(te.dense(jnp.tanh(te.dense(x, kernel)), kernel))
@@ -221,7 +250,9 @@ def remat_that_does_not():
     return _remat(jax.checkpoint_policies.dots_saveable)
 
 
-NEED_A_MESH = ("dispatch_and_combine", "moe", "moe_mxfp8_with_balance_loss")
+NEED_A_MESH = (
+    "dispatch_and_combine moe moe_mxfp8_with_balance_loss our_layer our_layer_and_te_dispatch"
+).split()
 CALL = re.compile(r'custom_call @"?([\w.$]+)"?\(.*?\) (\{.*\}) : \((.*)\) -> (.*)$', re.MULTILINE)
 
 
@@ -237,7 +268,7 @@ def facts_of(name: str) -> dict:
             if name not in NEED_A_MESH:
                 return _lower(*CASES[name]())
             without_gpu.start_expert_parallel(setup())
-            with te.mesh_resources(setup()):
+            with te.mesh_resources(setup()), without_gpu.taken_for_a_gpu():
                 return _lower(*CASES[name]())
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}

@@ -159,6 +159,16 @@ class TestOnEveryGpu:
         traced = facts_at(capability)["moe"]["primitives"]
         assert any(name.startswith("te_ep_dispatch_ffi") for name in traced)
 
+    def test_our_layer_under_expert_parallelism(self, facts_at, capability):
+        """layers.MoE with backend="te" on a mesh of 2 x 4, our exchange around TE's grouped GEMM."""
+        assert count(facts_at(capability), "our_layer") == {V2: 6}, "two products, each with dgrad and wgrad"
+
+    def test_our_layer_with_te_s_exchange(self, facts_at, capability):
+        found = facts_at(capability)["our_layer_and_te_dispatch"]
+        assert count(facts_at(capability), "our_layer_and_te_dispatch")[V2] == 6
+        for op in ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd"):
+            assert any(name.startswith(f"te_ep_{op}") for name in found["primitives"]), op
+
     def test_the_policy_decides_whether_te_s_gemms_run_twice(self, facts_at, capability):
         sees, does_not = (
             count(facts_at(capability), f"remat_that_{what}")["te_gemm_v2_ffi"]
