@@ -178,10 +178,15 @@ def test_last_figures_of_nothing():
 
 
 def test_nothing_measured_is_no_bar_met():
-    for bar in bars(
-        {"grouped_gemm": {"error": "stopped"}, "train_step": {"step": {"error": "broken"}}}
-    ).values():
+    stopped = {"error": "stopped", "seconds": 2.0}
+    nothing = {"grouped_gemm": stopped, "correctness": stopped, "train_step": {"step": {"error": "broken"}}}
+    for bar in bars(nothing).values():
         assert (bar["value"], bar["met"]) == (None, None)
+
+
+def test_a_backend_that_fails_on_a_case_is_not_right():
+    cases = {"te": {"small": {"ok": True}, "odd": {"error": "RuntimeError: x"}}, "tokamax": {"refused": "no"}}
+    assert bars({"correctness": cases})["wrong_results"] == {"bar": [], "value": ["te odd"], "met": False}
 
 
 def test_settings_that_cannot_be_are_refused_in_words(tmp_path, monkeypatch):
