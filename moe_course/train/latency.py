@@ -165,7 +165,7 @@ def measure_peak(
     Published where there is a figure for this device, else the best rate of a dense GEMM here. Simulated
     devices share the machine, so each of the run's ``devices`` (default: all) gets an equal part of that.
     """
-    device, count = jax.devices()[0], devices or len(jax.devices())
+    device, count = jax.local_devices()[0], devices or len(jax.devices())
     peak = published_peak(device.device_kind, dtype)
     if peak is not None:
         return {
