@@ -28,8 +28,9 @@ test-parity:  ## compare with Hugging Face, torchao and gfloat, in .venv-parity 
 	@scripts/make-venv .venv-parity data,dev,parity
 	.venv-parity/bin/python -m pytest -m parity $(ARGS) $(TESTS)
 
-test-gpu:  ## the tests that need an NVIDIA GPU, in .venv-gpu (downloads CUDA and Transformer Engine)
+test-gpu:  ## the tests that need an NVIDIA GPU, in .venv-gpu (downloads CUDA, builds Transformer Engine)
 	@scripts/make-venv .venv-gpu data,dev,gpu
+	@scripts/te-wheel .venv-gpu data,dev,gpu || echo "The tests run without Transformer Engine, see above."
 	.venv-gpu/bin/python -m pytest -m gpu $(ARGS) $(TESTS)
 
 te-wheel:  ## build Transformer Engine for JAX in .venv-te; needs g++, no GPU (downloads 2 GB; the wheel is cached)

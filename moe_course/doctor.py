@@ -293,7 +293,9 @@ def _what_stops_the_gpu(report: Report) -> list[str]:
             "JAX has a CUDA plugin and got no GPU: check CUDA_VISIBLE_DEVICES, JAX_PLATFORMS, the driver."
         )
     elif not report.versions["Transformer Engine"]:
-        wrong.append("Transformer Engine is not installed. Run: pip install -e '.[gpu]'")
+        wrong.append(
+            f"Transformer Engine is not installed. Run: {te.INSTALL} (or scripts/te-wheel .venv-gpu gpu)"
+        )
     elif report.transformer_engine and not report.transformer_engine["ok"]:
         wrong.append(f"Transformer Engine does not load: {report.transformer_engine['reason']}")
     return wrong

@@ -27,6 +27,7 @@ import importlib
 
 from moe_course.te.capability import (
     ARCHITECTURES,
+    INSTALL,
     OPS,
     TESTED,
     Availability,
@@ -68,6 +69,7 @@ def __getattr__(name: str):
 
 __all__ = [
     "ARCHITECTURES",
+    "INSTALL",
     "OPS",
     "TESTED",
     "Availability",

@@ -15,7 +15,11 @@ TESTED = "2.20.2"
 """The version that the adapters were written against and are tested with."""
 KNOWN = ("2.20", "2.21")
 """Releases whose signatures :mod:`moe_course.te.native` knows."""
-INSTALL = f"pip install --no-build-isolation 'transformer_engine[jax]=={TESTED}'"
+INSTALL = (
+    "pip install setuptools wheel pybind11 nvidia-cudnn-frontend && "
+    f"pip install --no-build-isolation 'transformer_engine[core-cu13,jax]=={TESTED}'"
+)
+"""After JAX for CUDA 13. Isolated, the build would see no JAX and take CUDA 12's. ``scripts/te-wheel`` needs no toolkit."""
 
 Version = tuple[int, ...]
 MIN_CUDNN: Version = (9, 12, 0)

@@ -222,7 +222,8 @@ def test_every_adapter_has_a_name_here_and_no_other():
 
 def test_one_version_of_te_everywhere():
     root = Path(__file__).parents[2]
-    gpu = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
-    assert f"transformer-engine[jax]=={te.TESTED}" in gpu
+    extra = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["te"]
+    assert extra == [f"transformer-engine[core-cu13,jax]=={te.TESTED}"]
+    assert f"--no-build-isolation 'transformer_engine[core-cu13,jax]=={te.TESTED}'" in te.INSTALL
     assert f"\nversion={te.TESTED}\n" in (root / "scripts" / "te-wheel").read_text()
     assert te.TESTED.rpartition(".")[0] in capability.KNOWN

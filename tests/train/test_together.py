@@ -143,8 +143,8 @@ def test_the_first_tells_and_any_may_stop(monkeypatch):
     assert together.told_by_first(["runs/tiny", True]) == ["runs/tiny", True]
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert together.told_by_first(None) == ["runs/tiny", True]
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
     with pytest.raises(SettingError, match="4096 is the most"):
-        monkeypatch.setattr(jax, "process_index", lambda: 0)
         together.told_by_first("x" * 5000)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.array([False, True]))
     assert together.any_process(False)
