@@ -74,7 +74,7 @@ def test_two_processes_train_as_one_does(tmp_path, monkeypatch):
     assert first[0] == second[0] == 0, first[2][-3000:] + second[2][-3000:]
     assert "report " in first[1]
     assert "report " not in second[1], "process 0 alone speaks"
-    ((code, out, err),) = ended([train(tmp_path, "--name", "one", "--steps", "4")])
+    ((code, _, err),) = ended([train(tmp_path, "--name", "one", "--steps", "4")])
     assert code == 0, err[-3000:]
     assert {p.name for p in tmp_path.iterdir()} == {"one", "two"}, "one folder per run"
     alone, both = losses(tmp_path / "one"), losses(tmp_path / "two")
