@@ -42,7 +42,7 @@ def test_a_wrong_kernel_is_noticed(here, monkeypatch):
     from moe_course.bench import gpu_kernels
 
     right = gpu_kernels.grouped_gemm
-    monkeypatch.setattr(gpu_kernels, "grouped_gemm", lambda *a, **k: right(*a, **k) * (1 + 2**-3))
+    monkeypatch.setattr(gpu_kernels, "grouped_gemm", lambda *a, **k: right(*a, **k) * (1 + 2**-5))
     figures = here("correctness")
     assert not any(case["ok"] for case in figures["ragged_dot"].values())
     wrong = bars({"correctness": figures})["wrong_results"]
