@@ -8,7 +8,7 @@ WORKERS = 2
 PYTEST = $(RUN) pytest -n $(WORKERS) --dist loadscope
 TESTS =
 
-.PHONY: help train test test-quick test-parity test-gpu notebooks lab lint format lock venv clean
+.PHONY: help train test test-quick test-parity test-gpu te-wheel test-te notebooks lab lint format lock venv clean
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -28,9 +28,16 @@ test-parity:  ## compare with Hugging Face, torchao and gfloat, in .venv-parity 
 	@scripts/make-venv .venv-parity data,dev,parity
 	.venv-parity/bin/python -m pytest -m parity $(ARGS) $(TESTS)
 
-test-gpu:  ## the tests that need an NVIDIA GPU, in .venv-gpu (downloads CUDA and Transformer Engine)
+test-gpu:  ## the tests that need an NVIDIA GPU, in .venv-gpu (downloads CUDA, builds Transformer Engine)
 	@scripts/make-venv .venv-gpu data,dev,gpu
+	@scripts/te-wheel .venv-gpu data,dev,gpu || echo "The tests run without Transformer Engine, see above."
 	.venv-gpu/bin/python -m pytest -m gpu $(ARGS) $(TESTS)
+
+te-wheel:  ## build Transformer Engine for JAX in .venv-te; needs g++, no GPU (downloads 2 GB; the wheel is cached)
+	@scripts/te-wheel
+
+test-te: te-wheel  ## lower Transformer Engine's calls for Hopper and Blackwell, without a GPU
+	MOE_COURSE_TE=required .venv-te/bin/python -m pytest -m "not parity and not gpu" tests/te $(ARGS) $(TESTS)
 
 notebooks: venv  ## make chapters/ and solutions/*.ipynb from solutions/*.py
 	$(VENV)/bin/moe-course notebooks $(ARGS)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 
-from moe_course import environment
+from moe_course import environment, te
 
 MIN_MEMORY_GIB, MIN_DISK_GIB = 4, 2
 MIN_DRIVER = 580
@@ -37,7 +37,7 @@ PACKAGES = {
 """What a report names, and the packages that carry it, the likeliest first."""
 
 PROBE = """
-import ctypes, importlib.util, json
+import ctypes, json
 found = {}
 def version_of(library, symbol, by_pointer):
     # What the loader finds, for machines whose CUDA did not come from Python packages.
@@ -59,23 +59,12 @@ devices = jax.devices()
 stats = devices[0].memory_stats() or {}
 print("JAX " + json.dumps({"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
                            "memory_bytes": stats.get("bytes_limit")}), flush=True)
-if importlib.util.find_spec("moe_course.te"):
-    from moe_course import te
-    answer = te.available()
-    print("TE " + json.dumps({"ok": bool(answer.ok), "reason": str(answer.reason)}), flush=True)
+from moe_course import te
+machine = te.examine()
+reason = te.why_not(None, machine)
+operations = {op: te.why_not(op, machine) for op in te.OPS}
+print("TE " + json.dumps({"ok": not reason, "reason": reason, "operations": operations}), flush=True)
 """
-
-# Which GPU can do what in Transformer Engine 2.20, by compute capability; read from its sources, not measured.
-CAPABILITIES = (
-    # name, from, below, bf16 grouped GEMM with sizes on the device, FP8 per tensor, MXFP8, NVFP4
-    ("CPU", None, None, "tiled", "emulated", "emulated", "emulated"),
-    ("Ampere and older", 0.0, 8.9, "no", "no", "no", "no"),
-    ("Ada (L4, RTX 40)", 8.9, 9.0, "no", "yes", "no", "no"),
-    ("Hopper (H100, H200)", 9.0, 10.0, "cuBLAS 13.4", "yes", "no", "no"),
-    ("datacenter Blackwell (B200, GB200, B300)", 10.0, 12.0, "cuBLAS 13.3", "yes", "yes", "yes"),
-    ("RTX Blackwell (RTX 50, RTX PRO)", 12.0, 13.0, "no", "yes", "not in TE yet", "not here"),
-)
-COLUMNS = ("device", "grouped GEMM, sizes on device", "FP8 per tensor", "MXFP8", "NVFP4")
 
 
 @dataclass
@@ -99,8 +88,9 @@ class Report:
     jax: dict = field(default_factory=dict)
     """Platform, kind and count of JAX's devices, or ``error``."""
     transformer_engine: dict = field(default_factory=dict)
+    """``ok``, ``reason``, and the reason for each operation of :data:`moe_course.te.OPS`; "" where it runs."""
     capability: str = "CPU"
-    """The row of :data:`CAPABILITIES` that holds for the devices JAX uses."""
+    """The column of :func:`moe_course.te.table` that holds for the devices JAX uses."""
 
 
 def examine(*, need_gpu: bool = False) -> Report:
@@ -221,8 +211,7 @@ def _capability(report: Report) -> str:
     if report.jax.get("platform") in (None, "cpu"):
         return "CPU"
     found = report.gpus[0]["compute_capability"] if report.gpus else None
-    rows = [name for name, low, high, *_ in CAPABILITIES[1:] if found is not None and low <= found < high]
-    return rows[0] if rows else "unknown GPU"
+    return te.architecture(None if found is None else round(10 * found)) or "unknown GPU"
 
 
 # ---------------------------------------------------------------- judging
@@ -304,7 +293,9 @@ def _what_stops_the_gpu(report: Report) -> list[str]:
             "JAX has a CUDA plugin and got no GPU: check CUDA_VISIBLE_DEVICES, JAX_PLATFORMS, the driver."
         )
     elif not report.versions["Transformer Engine"]:
-        wrong.append("Transformer Engine is not installed. Run: pip install -e '.[gpu]'")
+        wrong.append(
+            f"Transformer Engine is not installed. Run: {te.INSTALL} (or scripts/te-wheel .venv-gpu gpu)"
+        )
     elif report.transformer_engine and not report.transformer_engine["ok"]:
         wrong.append(f"Transformer Engine does not load: {report.transformer_engine['reason']}")
     return wrong
@@ -340,6 +331,7 @@ def text(report: Report) -> str:
     ]
     rest = {name: version for name, version in report.versions.items() if name not in CORE}
     lines.append("GPU side    " + ", ".join(f"{name} {version or '-'}" for name, version in rest.items()))
+    lines.append(f"TE          {_te_here(report.transformer_engine)}")
     lines += ["", *_table(report.capability), "", report.verdict, *(f"fix: {fix}" for fix in report.fixes)]
     return "\n".join(lines)
 
@@ -347,14 +339,27 @@ def text(report: Report) -> str:
 CORE = ("jax", "jaxlib", "flax", "numpy")
 
 
+def _te_here(said: dict) -> str:
+    if not said:
+        return "unknown: JAX did not start"
+    if not said["ok"]:
+        return f"not used: {said['reason']}"
+    missing = [
+        f"\n            not {op}: {reason}" for op, reason in said.get("operations", {}).items() if reason
+    ]
+    return "used" + "".join(missing)
+
+
 def _table(here: str) -> list[str]:
-    rows = [COLUMNS, *((name, *able) for name, _, _, *able in CAPABILITIES)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    header, *rows = te.table()
+    marked = {"CPU": "without TE"}.get(here, here)
+    rows = [tuple(f"> {name}" if name == marked else name for name in header), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [
-        ("> " if row[0] == here else "  ")
-        + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ] + ["(> is what JAX uses here. Read from Transformer Engine's sources, not measured.)"]
+        *lines,
+        f"(> is what JAX uses here. Read from the sources of Transformer Engine {te.TESTED}, not measured.)",
+    ]
 
 
 if __name__ == "__main__":

@@ -194,6 +194,10 @@ def keep_tokens_sharded(x: Array) -> Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, P(token_axes(mesh)))
 
 
-def per_device(fn: Callable, in_specs, out_specs) -> Callable:
-    """``fn`` on every device's own shard (``jax.shard_map`` on the ambient mesh, replication checked)."""
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+def per_device(fn: Callable, in_specs, out_specs, *, check: bool = True) -> Callable:
+    """``fn`` on every device's own shard (``jax.shard_map`` on the ambient mesh, replication checked).
+
+    ``check=False`` is for kernels whose derivatives do not say along which mesh axes they vary (Transformer Engine's).
+    Gradients of replicated arguments are summed either way.
+    """
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=check)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moe_course import doctor
+from moe_course import doctor, te
 
 JAX_CPU = {"platform": "cpu", "kind": "cpu", "count": 1}
 JAX_GPU = {"platform": "gpu", "kind": "NVIDIA H100", "count": 2}
@@ -54,6 +54,8 @@ def test_this_machine(tmp_path):
     assert report["versions"]["jax"] == report["versions"]["jaxlib"]
     assert report["memory_gib"] > 0
     assert "simulated CPU" in report["verdict"]
+    assert report["transformer_engine"]["reason"].startswith("JAX uses no GPU here")
+    assert set(report["transformer_engine"]["operations"]) == set(te.OPS)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_half_of_it_missing(tmp_path, hidden, says):
     assert done.returncode == 1
     assert says in done.stdout
     assert "pip install -e ." in done.stdout
-    assert "CPU" in done.stdout
+    assert "without TE" in done.stdout, "the whole report, whatever is missing"
 
 
 def test_gpu_required_and_absent(tmp_path):
@@ -147,19 +149,33 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "row"),
     [
-        (8.0, "Ampere and older"),
+        (7.5, "unknown GPU"),
+        (8.0, "Ampere"),
         (8.9, "Ada"),
         (9.0, "Hopper"),
-        (10.0, "datacenter Blackwell"),
-        (10.3, "datacenter Blackwell"),
+        (10.0, "Blackwell"),
+        (10.3, "Blackwell"),
         (12.0, "RTX Blackwell"),
         (14.0, "unknown GPU"),
         (None, "unknown GPU"),
     ],
 )
 def test_capability(machine, capability, row):
-    assert machine(capability).capability.startswith(row)
-    assert machine(capability, jax=JAX_CPU).capability == "CPU"
+    report = machine(capability)
+    assert report.capability == row
+    assert (f"> {row}  " in doctor.text(report)) == (row != "unknown GPU")
+    on_cpu = machine(capability, jax=JAX_CPU)
+    assert on_cpu.capability == "CPU"
+    assert "> without TE" in doctor.text(on_cpu)
+
+
+def test_each_operation_that_te_cannot_do_is_named_with_its_reason(machine):
+    said = {"ok": True, "reason": "", "operations": {"route": "", "permute": "Triton is not installed."}}
+    shown = doctor.text(machine(te=said))
+    assert "not permute: Triton is not installed." in shown
+    assert "not route" not in shown
+    for name in te.OPS:
+        assert f"{name}: {te.OPS[name].does}" in shown, "the whole table"
 
 
 @pytest.mark.parametrize(

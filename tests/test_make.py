@@ -104,6 +104,13 @@ def test_train_and_test_do_what_the_readme_says():
     assert "not slow" in make("-n", "test-quick")
 
 
+def test_te_is_built_before_it_is_tested_and_nothing_is_skipped_then():
+    commands = make("-n", "test-te").splitlines()
+    assert commands[0] == "scripts/te-wheel"
+    assert "MOE_COURSE_TE=required" in commands[1]
+    assert "tests/te" in commands[1]
+
+
 def test_only_virtual_environments_are_replaced(tmp_path):
     """make-venv deletes what it replaces, so it refuses any name that is not a virtual environment's."""
     script = str(ROOT / "scripts" / "make-venv")

@@ -175,7 +175,14 @@ def test_a_bad_conda_environment_is_noticed(spoil):
 
 
 @pytest.mark.parametrize(
-    "module", ["moe_course", "moe_course.errors", "moe_course.environment", "moe_course.models.config"]
+    "module",
+    [
+        "moe_course",
+        "moe_course.errors",
+        "moe_course.environment",
+        "moe_course.models.config",
+        "moe_course.te",
+    ],
 )
 def test_imports_no_jax(module):
     loaded = python(f"import sys, {module}; print(*sys.modules)").split()
@@ -314,13 +321,18 @@ def test_imports_point_down():
         ("train.loop", "from moe_course import lessons", "above"),
         ("layers.moe", "import transformer_engine.jax", "only moe_course.te"),
         ("quant", "import importlib; importlib.import_module('transformer_engine')", "only moe_course.te"),
+        ("te.rows", "from moe_course.layers import moe", "above"),
         ("balance", "from moe_course.routing import x", "cycle"),
         ("misc", "", "no place"),
     ],
 )
 def test_a_wrong_import_is_noticed(module, source, complaint):
     right = dict.fromkeys(("routing", "dispatch.local", "layers.moe", "models", "train.loop", "quant"), "")
-    right |= {"lessons": "", "routing": "from moe_course import balance", "te": "import transformer_engine"}
+    right |= {
+        "lessons": "",
+        "routing": "from moe_course import balance",
+        "te.native": "import transformer_engine.jax",
+    }
     right = {f"moe_course.{name}": text for name, text in {**right, "balance": ""}.items()}
     assert faults(right) == []
     (fault,) = faults({**right, f"moe_course.{module}": source})

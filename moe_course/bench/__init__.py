@@ -2,7 +2,7 @@
 
 :data:`BENCHES` maps a name to the module that measures it. Such a module has ``Options``, a frozen dataclass
 whose fields are the command line's flags, and ``run(options) -> dict``, what ``--json`` prints. It may have
-``DEVICES``, how many to simulate (default: 1).
+``DEVICES``, how many to simulate (default: 1; 0: it starts JAX elsewhere).
 """
 
 import importlib
@@ -14,6 +14,7 @@ from moe_course.environment import setup, versions
 
 BENCHES = {
     "dispatch": "moe_course.bench.dispatch",
+    "gpu": "moe_course.bench.gpu",
     "grouped-gemm": "moe_course.bench.grouped_gemm",
     "kill-rate": "moe_course.bench.kill_rate",
     "ladder": "moe_course.bench.ladder",
@@ -54,7 +55,8 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
     known, flags = parser.parse_known_args(args)
     options = tyro.cli(load(known.name).Options, args=flags, prog=known.name)
-    setup(devices=getattr(load(known.name), "DEVICES", 1), quiet=True)
+    if devices := getattr(load(known.name), "DEVICES", 1):
+        setup(devices=devices, quiet=True)
     figures = run(known.name, options)
     # Beside the figures, not among them: what reads the JSON finds cases only.
     measured_on = ", ".join(f"{key} {value}" for key, value in versions().items())

@@ -57,7 +57,7 @@ def run(options: Options = Options()) -> dict:
     ``latency_vs_all_to_all``, its median time over that of all_to_all (above 1 is slower), here, where ragged, dedup
     and hierarchical run an emulation that moves everything everywhere.
     """
-    names = sorted(set(DISPATCHERS) - {"local"})
+    names = sorted(set(DISPATCHERS) - {"local", "te"})
     programs, figures = {}, {}
     for name in names:
         nodes = options.nodes if name == "hierarchical" else 1

@@ -13,7 +13,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_course.dispatch import all_gather, all_to_all, dedup, hierarchical, local, ragged
+from moe_course import te
+from moe_course.dispatch import all_gather, all_to_all, dedup, hierarchical, local, nccl_ep, ragged
 from moe_course.dispatch.plan import DispatchPlan
 from moe_course.errors import SettingError
 from moe_course.parallel import NODE, ambient_mesh, expert_ranks, per_device, token_axes
@@ -26,8 +27,9 @@ DISPATCHERS = {
     "ragged": ragged,
     "dedup": dedup,
     "hierarchical": hierarchical,
+    "te": nccl_ep,
 }
-"""``DispatchPlan.dispatcher`` by name; an expert axis of one always takes ``local``."""
+"""``DispatchPlan.dispatcher`` by name; an expert axis of one always takes ``local``. ``te`` needs GPUs."""
 
 
 @partial(
@@ -44,6 +46,7 @@ class Dispatched:
     row_weights: Float[Array, "N_C"]
     """Combine weight of each row, zero past the groups. ``swiglu_experts`` applies it; ``combine`` does not."""
     group_sizes: Int[Array, "N experts_per_rank"]
+    """Rows of each expert; of ``te``, with each block's padding."""
     demand: Int[Array, "N"]
     """Rows of buffer this device was asked for, counted before any limit: demand <= capacity proves that
     nothing was dropped."""
@@ -63,6 +66,8 @@ def dispatch(x: Float[Array, "tokens d_model"], routing: Routing, *, plan: Dispa
     uses such a result.
     """
     dispatcher = _dispatcher(plan)
+    if dispatcher is nccl_ep:
+        return Dispatched(**nccl_ep.dispatch_all(x, routing, plan), plan=plan)
     fn = partial(dispatcher.dispatch_rank, plan=plan)
     mesh = ambient_mesh()
     if mesh is None:
@@ -74,11 +79,14 @@ def dispatch(x: Float[Array, "tokens d_model"], routing: Routing, *, plan: Dispa
 
 
 def combine(rows: Float[Array, "N_C d_model"], dispatched: Dispatched) -> Float[Array, "tokens d_model"]:
-    """Bring expert outputs back to their tokens and add the K copies, in float32. Unweighted.
+    """Bring expert outputs back to their tokens and add the K copies, in float32 (``te``: as NCCL EP does). Unweighted.
 
     Rows past the groups are read by nothing, whatever they hold.
     """
-    fn = partial(_dispatcher(dispatched.plan).combine_rank, plan=dispatched.plan)
+    dispatcher = _dispatcher(dispatched.plan)
+    if dispatcher is nccl_ep:
+        return nccl_ep.combine_all(rows, dispatched.handle)
+    fn = partial(dispatcher.combine_rank, plan=dispatched.plan)
     mesh = ambient_mesh()
     if mesh is None:
         return fn(rows, dispatched.handle)
@@ -106,6 +114,8 @@ def _dispatcher(plan: DispatchPlan):
             "the hierarchical dispatcher needs a mesh with a node axis. "
             "Set --mesh.nodes to how many nodes the expert axis spans, or choose --dispatcher dedup."
         )
+    if plan.dispatcher == "te" and (reason := te.available("dispatch").reason):
+        raise SettingError(f"the te dispatcher cannot run here: {reason} Use --dispatcher all_to_all.")
     return DISPATCHERS[plan.dispatcher]
 
 

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from moe_course.errors import SettingError
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -46,11 +48,12 @@ class Ledger:
 def count(dispatched) -> Ledger:
     """Add up what the dispatcher counted (``Dispatched.counts``, [N, R] each) and the groups."""
     counts = dispatched.counts
+    computed = counts.get("computed", dispatched.group_sizes)
     return Ledger(
         made=counts["made"].sum(),
         sent=counts["sent"].sum(),
         received=counts["received"].sum(),
-        computed=dispatched.group_sizes.sum(),
+        computed=computed.sum(),
         combined=counts["combined" if "combined" in counts else "combined_for"].sum(),
     )
 
@@ -90,7 +93,14 @@ class PairBooks:
 
 
 def pair_books(dispatched) -> PairBooks:
-    """The ledger by pair of ranks, as NumPy arrays: waits for the device. ``local`` has one rank, 0."""
+    """The ledger by pair of ranks, as NumPy arrays: waits for the device. ``local`` has one rank, 0.
+
+    Raises :class:`SettingError` for ``te``, which does not say where a row comes from.
+    """
+    if dispatched.plan.dispatcher == "te" and dispatched.plan.ranks > 1:
+        raise SettingError(
+            "the te dispatcher has totals only (ledger.count): NCCL EP does not name a row's sender."
+        )
     counts = {name: np.asarray(value) for name, value in dispatched.counts.items()}
     ranks = counts["made"].shape[1]
 

@@ -14,7 +14,8 @@ class DispatchPlan:
     ranks: int = 1
     """Devices along the expert axis (R). Rank r owns experts [r E/R, (r+1) E/R)."""
     capacity: int = 0
-    """Receive rows per rank (C), a multiple of ``ranks``. Unused when ``ranks`` is 1."""
+    """Receive rows per rank (C), a multiple of ``ranks``; for ``te``, of 128 (``te.receive_capacity``). Unused when
+    ``ranks`` is 1."""
     dispatcher: str = "all_to_all"
     waves: int = 1
     """Parts in which a layer sends its tokens (``dispatch.waves`` cuts them); they share the capacity equally."""
@@ -25,7 +26,7 @@ class DispatchPlan:
                 f"{self.num_experts} experts do not divide over {self.ranks} ranks. "
                 f"Use a divisor of {self.num_experts} as the size of the expert axis (--mesh.expert)."
             )
-        if self.capacity % self.ranks:
+        if self.capacity % self.ranks and self.dispatcher != "te":
             raise SettingError(
                 f"capacity {self.capacity} is not a multiple of {self.ranks} ranks; every pair gets an equal share."
             )

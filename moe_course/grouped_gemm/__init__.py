@@ -12,7 +12,7 @@ backend         what it is                                            runs on
 ``ragged_dot``  ``jax.lax.ragged_dot`` held to this contract          anything; a dense fallback on CPU
 ``pallas``      a kernel for the GPU, written from scratch            GPU (``pallas_interpret``: anywhere)
 ``tokamax``     openxla/tokamax's kernels, if installed               GPU
-``te``          a named slot for NVIDIA Transformer Engine            nothing yet; says why
+``te``          NVIDIA Transformer Engine's, bf16 and MXFP8            Hopper, Blackwell; elsewhere says why
 ==============  ====================================================  ===================================
 """
 
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from moe_course import te
 from moe_course.errors import SettingError
 from moe_course.grouped_gemm import pallas, ragged_dot, reference, tiled, tokamax
 from moe_course.grouped_gemm.quantized import check_recipe, quantized_grouped_gemm
@@ -38,6 +39,7 @@ BACKENDS: dict[str, Callable] = {
     "pallas": pallas.grouped_gemm,
     "pallas_interpret": pallas.grouped_gemm_interpreted,
     "tokamax": tokamax.grouped_gemm,
+    "te": lambda *arguments, recipe=None: te.grouped_gemm(*arguments, recipe=recipe),
 }
 
 
@@ -69,10 +71,13 @@ def grouped_gemm(
             says what would fix it.
     """
     check_arguments(rows, kernels, group_sizes)
-    multiply = BACKENDS[resolve_backend(backend)]
+    backend = resolve_backend(backend)
+    multiply = BACKENDS[backend]
     arguments = vary_alike(rows, kernels, group_sizes)
     if recipe is None:
         return multiply(*arguments)
+    if backend == "te":  # its kernels take the codes themselves
+        return multiply(*arguments, recipe=recipe)
     check_recipe(recipe, key, state)
     return quantized_grouped_gemm(multiply, recipe, *arguments, key, state)
 
@@ -93,10 +98,8 @@ def resolve_backend(backend: Backend) -> str:
 def why_not(backend: Backend) -> str:
     """Why ``backend`` cannot run on JAX's default platform, and what would fix it; "" if it can."""
     if backend == "te":
-        return (
-            "the call into Transformer Engine's grouped GEMM is not written yet. "
-            "Use backend='pallas' on a GPU or backend='tiled' on a CPU."
-        )
+        reason = te.available("grouped_gemm").reason
+        return reason and f"{reason} Use backend='pallas' on a GPU or backend='tiled' on a CPU."
     if backend == "tokamax" and importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed. Run `pip install tokamax` on a machine with a GPU."
     if backend in ("pallas", "tokamax") and jax.default_backend() != "gpu":

@@ -18,6 +18,7 @@ from moe_course.dispatch import DispatchPlan, combine, dispatch
 from moe_course.dispatch.ledger import Ledger, count
 from moe_course.dispatch.waves import add_ledgers, demand_of, join_waves, split_waves
 from moe_course.experts import swiglu_experts
+from moe_course.grouped_gemm import resolve_backend
 from moe_course.layers.linear import SwiGLU
 from moe_course.parallel import (
     FSDP,
@@ -110,7 +111,10 @@ class Experts(nnx.Module):
         specs = tuple(expert_spec(w.shape, mesh.shape[FSDP], expert_axes(mesh)) for w in (gate_up, down))
         tokens = P(token_axes(mesh))
         fn = per_device(
-            partial(run, specs=specs), in_specs=(tokens, tokens, tokens, *specs, P()), out_specs=tokens
+            partial(run, specs=specs),
+            in_specs=(tokens, tokens, tokens, *specs, P()),
+            out_specs=tokens,
+            check=resolve_backend(backend) != "te",
         )
         return fn(rows, group_sizes, row_weights, gate_up, down, key)
 

@@ -90,7 +90,9 @@ class Checkpoints:
         self._manager.close()
 
     def _write_sums(self) -> None:
-        """Sums of complete checkpoints that have none yet; those of deleted checkpoints go."""
+        """Sums of complete checkpoints that have none yet; those of deleted checkpoints go. Process 0 writes them."""
+        if jax.process_index():
+            return
         self._sums.mkdir(exist_ok=True)
         steps = set(self._manager.all_steps())
         for file in self._sums.glob("*.json"):

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from moe_course.bench.timing import interleaved
 from moe_course.dispatch import DispatchPlan, combine, dispatch
 from moe_course.experts import swiglu_experts
+from moe_course.grouped_gemm import resolve_backend
 from moe_course.layers.moe import MoE
 from moe_course.models.config import ModelConfig
 from moe_course.models.deepseek import router_config
@@ -142,7 +143,8 @@ def _multiply(rows, gate_up, down, group_sizes, *, mesh: Mesh, backend: str):
     if mesh.size == 1:
         return one_rank(rows, gate_up, down, group_sizes)
     tokens, experts = P(token_axes(mesh)), P(expert_axes(mesh))
-    return per_device(one_rank, in_specs=(tokens, experts, experts, tokens), out_specs=tokens)(
+    specs = {"in_specs": (tokens, experts, experts, tokens), "out_specs": tokens}
+    return per_device(one_rank, **specs, check=resolve_backend(backend) != "te")(
         rows, gate_up, down, group_sizes
     )
 
@@ -163,7 +165,7 @@ def measure_peak(
     Published where there is a figure for this device, else the best rate of a dense GEMM here. Simulated
     devices share the machine, so each of the run's ``devices`` (default: all) gets an equal part of that.
     """
-    device, count = jax.devices()[0], devices or len(jax.devices())
+    device, count = jax.local_devices()[0], devices or len(jax.devices())
     peak = published_peak(device.device_kind, dtype)
     if peak is not None:
         return {

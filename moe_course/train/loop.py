@@ -12,7 +12,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tensorboardX import SummaryWriter
@@ -29,6 +28,7 @@ from moe_course.train.progress import TrainProgress
 from moe_course.train.readout import non_finite_part, step_record
 from moe_course.train.run_dir import RunDir
 from moe_course.train.step import abstract_state, dispatch_plan, init_state, make_eval_step, make_train_step
+from moe_course.train.together import any_process, put
 
 CALM_STEPS = 64
 """Steps of small demand before the loop returns to a smaller bucket."""
@@ -84,9 +84,10 @@ class Trainer:
         started = done
         self._last_finish = time.perf_counter()
         progress = TrainProgress(self.console, self.config.steps, done)
+        stopping = False
         with progress, StopOnSignal(progress.say) as stop:
             self.progress = progress
-            while done < self.config.steps and not stop.requested:
+            while done < self.config.steps and not (stopping := any_process(stop.requested)):
                 if started < self.config.steps and len(in_flight) < limit and not self._pause(started, done):
                     batch = held.pop(started, None) or self._next_batch(batches, started)
                     in_flight.append(self._start(started, batch))
@@ -105,13 +106,13 @@ class Trainer:
                 done = finished.step + 1
                 self._record(done, metrics)
                 self._boundary(done)
-            if stop.requested:
+            if stopping:
                 done = self._drain(in_flight, done)
             progress.doing("saving")
             if self.checkpoints.latest() != done and done > 0:
                 self._save(done)
             self.checkpoints.wait()
-        if stop.requested:
+        if stopping:
             self._event(done, "interrupt", f"stopped after step {done}")
         return done == self.config.steps
 
@@ -124,7 +125,7 @@ class Trainer:
             self._check_finite(item.step + 1, metrics)
             done = item.step + 1
             self._record(done, metrics)
-        self.state = replace(self.state, halted=jnp.zeros_like(self.state.halted))
+        self.state = self._not_halted()
         return done
 
     def _pause(self, started: int, done: int) -> bool:
@@ -138,7 +139,7 @@ class Trainer:
     def _next_batch(self, batches, index: int) -> dict:
         got, batch = next(batches)
         assert got == index, f"data gave batch {got} where {index} was due"
-        return jax.device_put(batch, batch_sharding(self.mesh))
+        return put(batch, batch_sharding(self.mesh))
 
     def _start(self, index: int, batch: dict) -> InFlight:
         if self.bucket not in self.steps_by_bucket:
@@ -153,10 +154,15 @@ class Trainer:
         while dispatch_plan(self.config, self.bucket).capacity < demand:
             self.bucket += 1
         new = dispatch_plan(self.config, self.bucket).capacity
-        self.state = replace(self.state, halted=jnp.zeros_like(self.state.halted))
+        self.state = self._not_halted()
         text = f"step {step} asked for {demand} receive rows of {old}; re-run with {new}, nothing dropped"
         self._event(step - 1, "bucket", text)
         self.progress.say(f"  {text}")
+
+    def _not_halted(self):
+        """The state with its flag cleared. No computation: several processes would have to make it together."""
+        clear = jax.make_array_from_callback((), self.state.halted.sharding, lambda _: np.zeros((), bool))
+        return replace(self.state, halted=clear)
 
     def _shrink_when_calm(self) -> None:
         if self.bucket and len(self.recent_demand) == CALM_STEPS:
@@ -207,7 +213,7 @@ class Trainer:
         for domain in self.data.domains:
             sums = None
             for batch in self.data.eval_batches(domain, self.config.batch_size, max_bytes):
-                on_device = jax.device_put(batch, batch_sharding(self.mesh))
+                on_device = put(batch, batch_sharding(self.mesh))
                 out = jax.device_get(self.evaluate_step(self.state.params, self.state.bias, on_device))
                 sums = out if sums is None else jax.tree.map(np.add, sums, out)
             bits[domain] = float(sums["nats"]) / int(sums["targets"]) / math.log(2)
@@ -242,6 +248,11 @@ class Trainer:
 
     def _event(self, step: int, event: str, text: str) -> None:
         self.run.append({"kind": "event", "step": step, "event": event, "text": text})
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process has all devices of the run; latencies are measured only then."""
+        return jax.process_count() == 1
 
     @property
     def compilations(self) -> int:

@@ -1,7 +1,8 @@
 """``moe-course train``: from settings to a finished run with its report."""
 
 import datetime
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.console import Console
 from moe_course.environment import memory_bytes, setup, versions, visible_gpus
 from moe_course.errors import RunError, SettingError
 from moe_course.scaling.flops import parameter_counts
+from moe_course.train import together
 from moe_course.train.config import TrainConfig
 from moe_course.train.corpora import DOMAINS
 from moe_course.train.data import FIRST_DOMAIN_TOKEN, TrainData
@@ -27,6 +29,12 @@ class RunOptions:
     runs_dir: Path = field(default_factory=lambda: Path("runs"))
     resume: bool = False
     """Continue from the newest checkpoint of the run."""
+    coordinator: str = ""
+    """host:port of process 0, where there are several processes."""
+    processes: int = 1
+    """Processes of this run, on one machine or many, each with its share of --devices."""
+    process: int = 0
+    """Which of them this is."""
 
 
 def train(config: TrainConfig, preset: str, options: RunOptions, console: Console) -> bool:
@@ -34,16 +42,37 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
 
     Every setting is checked before the run's folder is made.
     """
-    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     config.validate()
     _check_vocabulary(config)
     _check_memory(config)
-    path = choose_run_dir(options.runs_dir, options.name, preset, options.resume)
-    run = RunDir(path)
-    if options.resume:
-        run.check_same_run(config)
+    with together.join(options.coordinator, options.processes, options.process, config.devices):
+        path, resume = _choose_run(config, preset, options)
+        options = replace(options, resume=resume)
+        own = together.run_dir(path) if options.processes > 1 else nullcontext(RunDir(path))
+        with own as run:
+            said = Console(quiet=True) if options.process else console
+            return _train(config, preset, options, path, run, said)
+
+
+def _choose_run(config: TrainConfig, preset: str, options: RunOptions) -> tuple[Path, bool]:
+    """The run's folder and whether to resume it: what process 0 finds, for all."""
+    chosen = None
+    if options.process == 0:
+        path = choose_run_dir(options.runs_dir, options.name, preset, options.resume)
+        if options.resume:
+            RunDir(path).check_same_run(config)
+        chosen = [str(path), options.resume]
+    if options.processes > 1:
+        chosen = together.told_by_first(chosen)
+    return Path(chosen[0]), chosen[1]
+
+
+def _train(
+    config: TrainConfig, preset: str, options: RunOptions, path: Path, run: RunDir, console: Console
+) -> bool:
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     data = TrainData(config.data, config.seq_len, config.batch_size, config.seed)
-    status = setup(config.devices, quiet=True)
+    status = setup(config.devices // options.processes, quiet=True)
     _check_devices(config, status.num_devices)
 
     console.print(str(status), highlight=False, soft_wrap=True)
@@ -84,6 +113,8 @@ def train(config: TrainConfig, preset: str, options: RunOptions, console: Consol
             soft_wrap=True,
         )
         return False
+    if options.process:
+        return True
     from moe_course.train.report import write_report
 
     report = write_report(path)
@@ -102,21 +133,24 @@ def _finish(config: TrainConfig, data: TrainData, trainer, summary: dict, consol
 
     with console.status("final evaluation"):
         final = trainer.evaluate(config.steps, config.final_eval_bytes)
+    if not together.is_first():
+        return
     with console.status("n-gram baselines"):
         summary["baselines"] = baselines(data, held_out_bytes=config.final_eval_bytes)
     with console.status("latencies"):
         summary["peak"] = measure_peak(config.model.compute_dtype, devices=config.devices)
-        layer, hidden = trainer.trained_moe()
-        summary["latency_ms"] = measure_latency(
-            config.model,
-            trainer.mesh,
-            tokens_per_step=config.tokens_per_step,
-            capacity=trainer.capacity,
-            hidden=hidden,
-            dispatcher=config.dispatcher,
-            layer=layer,
-            backend=config.backend,
-        )
+        if trainer.alone:
+            layer, hidden = trainer.trained_moe()
+            summary["latency_ms"] = measure_latency(
+                config.model,
+                trainer.mesh,
+                tokens_per_step=config.tokens_per_step,
+                capacity=trainer.capacity,
+                hidden=hidden,
+                dispatcher=config.dispatcher,
+                layer=layer,
+                backend=config.backend,
+            )
     for domain, bits in final["bits_per_byte_by_domain"].items():
         orders = "  ".join(f"order {n} {value:.2f}" for n, value in enumerate(summary["baselines"][domain]))
         console.print(

@@ -198,7 +198,11 @@ def make_eval_step(config: TrainConfig, mesh: Mesh):
         return {"nats": aux["nats_by_domain"].sum(), "targets": aux["targets_by_domain"].sum(), "load": load}
 
     state = state_shardings(config, mesh)
-    return _on_mesh(mesh, jax.jit(evaluate, in_shardings=(state.params, state.bias, batch_sharding(mesh))))
+    placed = {
+        "in_shardings": (state.params, state.bias, batch_sharding(mesh)),
+        "out_shardings": NamedSharding(mesh, P()),
+    }
+    return _on_mesh(mesh, jax.jit(evaluate, **placed))
 
 
 def finite_parts(grads: dict) -> dict[str, Bool[Array, ""] | Bool[Array, "layers"]]:

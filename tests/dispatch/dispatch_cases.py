@@ -13,7 +13,7 @@ from moe_course.parallel import MeshConfig, batch_sharding, make_mesh
 from moe_course.routing import Routing
 
 D, E, K, T = 5, 8, 3, 32
-EXCHANGES = sorted(set(DISPATCHERS) - {"local"})
+EXCHANGES = sorted(set(DISPATCHERS) - {"local", "te"})
 SAME_BUFFERS = sorted({"all_gather", "ragged", "dedup"})
 """Dispatchers whose receive buffers must be equal row by row."""
 SUMMED_DEMAND = sorted({*SAME_BUFFERS, "hierarchical"})
