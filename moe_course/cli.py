@@ -17,6 +17,7 @@ usage: moe-course COMMAND [options]
   progress   exercises passed, yours or a room's   moe-course progress [--all DIR]
   doctor     what is installed, what is missing    moe-course doctor [--gpu] [--json]
   bench      reproduce a measured claim            moe-course bench grouped-gemm --json
+  compile    a step for GPUs that are not here     moe-course compile --preset deepseek-v3 --gpus 64
   notebooks  make the notebooks from solutions/    moe-course notebooks [02 ...] [--check]
 
 moe-course COMMAND --help lists the options of a command."""
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         "progress": _progress,
         "doctor": _doctor,
         "bench": _bench,
+        "compile": _compile,
         "notebooks": _notebooks,
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -131,6 +133,12 @@ def _bench(argv: list[str]) -> int:
 
     bench(argv)
     return 0
+
+
+def _compile(argv: list[str]) -> int:
+    from moe_course.aot.command import main as compile_step
+
+    return compile_step(argv)
 
 
 if __name__ == "__main__":

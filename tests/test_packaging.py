@@ -245,6 +245,7 @@ LAYERS = [
     {"layers"},
     {"models"},
     {"train", "interop", "scaling"},
+    {"aot"},
     {"lessons", "doctor"},
     {"bench"},  # measures the lessons too
     {"cli"},
