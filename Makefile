@@ -8,7 +8,7 @@ WORKERS = 2
 PYTEST = $(RUN) pytest -n $(WORKERS) --dist loadscope
 TESTS =
 
-.PHONY: help train test test-quick test-parity test-gpu notebooks lab lint format lock venv clean
+.PHONY: help train compile test test-quick test-parity test-gpu notebooks lab lint format lock venv clean
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -31,6 +31,10 @@ test-parity:  ## compare with Hugging Face, torchao and gfloat, in .venv-parity 
 test-gpu:  ## the tests that need an NVIDIA GPU, in .venv-gpu (downloads CUDA and Transformer Engine)
 	@scripts/make-venv .venv-gpu data,dev,gpu
 	.venv-gpu/bin/python -m pytest -m gpu $(ARGS) $(TESTS)
+
+compile:  ## compile DeepSeek-V3's training step for 64 GB200 without a GPU, in .venv-aot (downloads the GPU compiler)
+	@scripts/make-venv .venv-aot aot
+	.venv-aot/bin/moe-course compile $(ARGS)
 
 notebooks: venv  ## make chapters/ and solutions/*.ipynb from solutions/*.py
 	$(VENV)/bin/moe-course notebooks $(ARGS)

@@ -62,7 +62,9 @@ def configuration(o: Options) -> TrainConfig:
     config = get_preset(o.preset).config
     model = config.model if o.mtp else replace(config.model, mtp_depth=0)
     if o.layers is not None:
-        model = replace(model, num_layers=o.layers, num_dense_layers=min(model.num_dense_layers, max(o.layers - 1, 0)))
+        model = replace(
+            model, num_layers=o.layers, num_dense_layers=min(model.num_dense_layers, max(o.layers - 1, 0))
+        )
     if o.offload and o.remat != "full":
         raise SettingError("--offload says what is kept: it needs --remat full.")
     config = replace(

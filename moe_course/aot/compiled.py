@@ -125,7 +125,12 @@ def _compile(request: Request, folder: Path, timeout: float) -> None:
         with (beside / LOG).open("w") as log:
             try:
                 done = subprocess.run(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=timeout,
                 )
             except subprocess.TimeoutExpired:
                 raise RunError(f"compiling took more than {timeout:.0f} s and was stopped.") from None
@@ -149,12 +154,7 @@ def read(request: Request, folder: Path) -> Compiled:
     measured = json.loads((folder / MEASURED).read_text())
     config, memory, mesh = request.config, measured["memory"], measured["mesh"]
     module = hlo.parse(read_program(folder / PROGRAM))
-    needed = (
-        memory["argument_size"]
-        + memory["temp_size"]
-        + memory["output_size"]
-        - memory["alias_size"]
-    )
+    needed = memory["argument_size"] + memory["temp_size"] + memory["output_size"] - memory["alias_size"]
     margin = measured["device_bytes"] - needed - RESERVED_BYTES
     return Compiled(
         statement=STATEMENT,
@@ -195,7 +195,9 @@ def read_program(path: Path) -> str:
 def _notes(log: str, module: hlo.Module) -> list[str]:
     """What a reader must know: XLA's own warnings, and what the text cannot say."""
     notes = []
-    for found in re.findall(r"Can't reduce memory use below (\S+) \(\d+ bytes\) by rematerialization", log)[:1]:
+    for found in re.findall(r"Can't reduce memory use below (\S+) \(\d+ bytes\) by rematerialization", log)[
+        :1
+    ]:
         notes.append(f"XLA wanted to use less memory and could not go below {found}.")
     if module.unknown_loops:
         notes.append(

@@ -92,7 +92,9 @@ def _forward(config: TrainConfig) -> Counter:
     depth = m.mtp_depth
     terms = forward_flops(replace(m, num_layers=m.num_layers + depth, mtp_depth=0), config.seq_len)
     if depth:  # its layer is one more of the others
-        terms |= {k: v for k, v in forward_flops(m, config.seq_len).items() if k in ("MTP projection", "MTP head")}
+        terms |= {
+            k: v for k, v in forward_flops(m, config.seq_len).items() if k in ("MTP projection", "MTP head")
+        }
     return Counter({name: tokens * flops for name, flops in terms.items()})
 
 
@@ -105,7 +107,7 @@ def _again(config: TrainConfig) -> Counter:
         return Counter()
     forward = _forward(config)
     again = Counter({name: forward[name] for name in _LAYER if name in forward})
-    if config.remat != "full":
+    if config.remat != "full":  # attention's output is kept, here or on the host
         again["attention output"] = 0
     for name in ("dense feed-forward", "routed experts", "shared experts"):
         again[name] = again[name] * 2 // 3  # gate and up; not down

@@ -34,7 +34,9 @@ _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)"?')
 
 def arrays(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
     """(dtype, shape) of every array in an HLO type, which may be a tuple."""
-    return [(kind, tuple(map(int, filter(None, dims.split(","))))) for kind, dims in _ARRAY.findall(type_text)]
+    return [
+        (kind, tuple(map(int, filter(None, dims.split(","))))) for kind, dims in _ARRAY.findall(type_text)
+    ]
 
 
 def bytes_of(type_text: str) -> int:
@@ -243,6 +245,8 @@ def group_axes(attributes: str, mesh: dict[str, int]) -> tuple[str, int]:
     axes = [axis for axis, at in zip(mesh, coordinates, strict=True) if len(set(at.tolist())) > 1]
     whole = math.prod(mesh[axis] for axis in axes)
     name = "+".join(axes) if axes else "none"
+    if "source_target_pairs" in attributes:
+        return name, len(first)
     return (name, len(first)) if whole == len(first) else ("?", len(first))
 
 
@@ -275,6 +279,8 @@ def _ints(text: str | None) -> list[int]:
 
 # --- matrix products --------------------------------------------------------------------------------------
 
+_PRODUCTS = ("dot", "ragged-dot", "__cublas$gemm", "__cudnn$blockScaledDot", "__op$block_scaled_dot")
+
 
 @dataclass(frozen=True)
 class Product:
@@ -300,7 +306,7 @@ def products(module: Module) -> list[Product]:
     found = []
     for computation, instruction, times in module.walk():
         how = instruction.opcode if instruction.opcode != "custom-call" else instruction.target
-        if how not in ("dot", "ragged-dot", "__cublas$gemm", "__cudnn$blockScaledDot", "__op$block_scaled_dot") and not how.startswith("__cublas$lt$matmul"):
+        if how not in _PRODUCTS and not how.startswith("__cublas$lt$matmul"):
             continue
         table = module.computations[computation]
         lhs = arrays(table[instruction.operands[0]].type)[0][1]

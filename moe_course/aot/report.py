@@ -130,7 +130,13 @@ def print_report(c: Compiled, console: Console) -> None:
 
 def markdown(c: Compiled, program: str) -> str:
     """The page as Markdown; ``program`` is where the program's text lies, from the page."""
-    lines = [f"# {title(c)}", "", summary(c), "", f"The optimised program of one GPU: [{program}]({program})."]
+    lines = [
+        f"# {title(c)}",
+        "",
+        summary(c),
+        "",
+        f"The optimised program of one GPU: [{program}]({program}).",
+    ]
     for section in sections(c):
         lines += ["", f"## {section.title} ({c.statement})", ""]
         lines += [_row(section.columns), _row(["---"] * len(section.columns)), *map(_row, section.rows)]
