@@ -58,6 +58,7 @@ class Request:
 def fit_to(config: TrainConfig, gpus: int, *, ep: int | None = None) -> TrainConfig:
     """``config`` for so many GPUs: one sequence each, experts over ``ep`` of them, weights cut over the rest.
 
+    Layers of a kind become one loop, however few they are: compiling takes as long as there are distinct kernels.
     ``ep`` is by default that of ``config``, or the largest one below that divides the GPUs and the experts.
     """
     if ep is None:
@@ -68,7 +69,7 @@ def fit_to(config: TrainConfig, gpus: int, *, ep: int | None = None) -> TrainCon
             f"{gpus} GPUs do not divide into groups of {ep} expert ranks. Set --ep to a divisor of {gpus}."
         )
     mesh = MeshConfig(data=1, fsdp=gpus // ep, expert=ep)
-    return replace(config, mesh=mesh, devices=gpus, batch_size=gpus)
+    return replace(config, mesh=mesh, devices=gpus, batch_size=gpus, scan_from=1)
 
 
 def code_hash() -> str:
