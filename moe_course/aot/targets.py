@@ -1,6 +1,8 @@
 """The GPUs that can be compiled for, and what XLA's compiler must be told of them. Imports no JAX."""
 
+import importlib
 import importlib.metadata
+import importlib.util
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -28,6 +30,8 @@ class Target:
 
     name: str
     gpus_per_host: int
+    capability: int
+    """Compute capability, times ten."""
 
     def topology(self, gpus: int) -> str:
         """``partitions x hosts x GPUs per host``, as JAX's topology descriptions want it."""
@@ -43,10 +47,10 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("gb200", 4),
-        Target("b200", 8),
-        Target("h200", 8),
-        Target("h100", 8),
+        Target("gb200", 4, 100),
+        Target("b200", 8, 100),
+        Target("h200", 8, 90),
+        Target("h100", 8, 90),
     )
 }
 
@@ -70,6 +74,13 @@ def missing() -> str:
     if _version(PACKAGES[0]) != jax:
         return f"{PACKAGES[0]} {_version(PACKAGES[0])} does not fit jax {jax}. {fix}"
     return ""
+
+
+def te_missing() -> str:
+    """Why no program that calls Transformer Engine can be compiled here; "" if it can."""
+    if importlib.util.find_spec("moe_course.te") is None:
+        return "this moe_course has no calls into Transformer Engine yet. Leave out --te."
+    return importlib.import_module("moe_course.te.without_gpu").missing()
 
 
 def compiler_versions() -> dict[str, str]:

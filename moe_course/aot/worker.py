@@ -6,6 +6,7 @@ Nothing of the model is ever allocated: state and batch are shapes with sharding
 """
 
 import gzip
+import importlib
 import json
 import math
 import resource
@@ -86,6 +87,9 @@ def main(folder: Path) -> None:
     config = train_config(request["config"])
     # The grouped GEMM asks which platform it is for; here that is not the one that this process runs on.
     jax.default_backend = lambda: "gpu"
+    if config.backend == "te":
+        stub = importlib.import_module("moe_course.te.without_gpu")
+        stub.load(get_target(request["hardware"]).capability)
     mesh, device_bytes = gpu_mesh(config, request["hardware"], request["gpus"])
     compiled, seconds = compile_step(config, mesh)
     with gzip.open(folder / PROGRAM, "wt", compresslevel=5) as file:

@@ -115,7 +115,7 @@ def test_every_report_says_that_nothing_ran(finished, tmp_path, capsys):
 
 
 def test_warnings_of_the_compiler_become_notes(tmp_path):
-    log = "W hlo_rematerialization.cc:3110] Can't reduce memory use below 141.05GiB (151451234567 bytes) by rematerialization; only reduced to"
+    log = "W hlo_remat.cc] Can't reduce memory use below 141.05GiB (151451234567 bytes) by rematerialization; only"
     found = compiled_module.read(Request(CONFIG, "h100", 8), store(tmp_path / "made", log=log))
     assert any("141.05GiB" in note for note in found.notes)
 
@@ -210,6 +210,19 @@ def test_without_a_compiler_the_command_says_what_to_install(monkeypatch, tmp_pa
     assert main(["compile", "--preset", "tiny", "--gpus", "8", "--hardware", "h100", "--ep", "4"]) == 2
     assert capsys.readouterr().err == "moe-course: no compiler here. Run: pip install x\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_te_says_what_is_missing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(compiled_module, "missing", lambda: "")
+    monkeypatch.setattr(compiled_module, "te_missing", lambda: "no TE here.")
+    monkeypatch.setenv("MOE_COURSE_COMPILED", str(tmp_path))
+    assert (
+        main(["compile", "--preset", "tiny", "--gpus", "8", "--hardware", "h100", "--ep", "4", "--te"]) == 2
+    )
+    assert capsys.readouterr().err == "moe-course: no TE here.\n"
+    if not (reason := targets.te_missing()):
+        pytest.skip("Transformer Engine's pieces are installed here")
+    assert reason.endswith(".")
 
 
 def test_options_reach_the_configuration():

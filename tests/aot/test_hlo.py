@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,56 +10,8 @@ from moe_course.aot import hlo
 
 MESH = {"data": 1, "fsdp": 4, "expert": 8}
 
-# A loop of 5 iterations whose body gathers (asynchronously, in a wrapped computation too) and multiplies.
-PROGRAM = """\
-HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[16,8]{1,0})->f32[]}
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%fused_gemm (p0: bf16[16,8], p1: bf16[8,4]) -> bf16[16,4] {
-  %p0 = bf16[16,8]{1,0} parameter(0)
-  %p1 = bf16[8,4]{1,0} parameter(1)
-  ROOT %dot.1 = bf16[16,4]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(step)/transpose(jvp())/while/body/rematted_computation/dot_general"}
-}
-
-%wrapped (x: bf16[64,8]) -> bf16[16,8] {
-  %x = bf16[64,8]{1,0} parameter(0)
-  ROOT %rs = bf16[16,8]{1,0} reduce-scatter(%x), replica_groups=[8,4]<=[4,8]T(1,0), dimensions={0}, to_apply=%add
-}
-
-%body (arg: (s32[], bf16[16,8], /*index=2*/bf16[8,4])) -> (s32[], bf16[16,8], bf16[8,4]) {
-  %arg = (s32[], bf16[16,8]{1,0}, /*index=2*/bf16[8,4]{1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%arg), index=0
-  %w = bf16[16,8]{1,0} get-tuple-element(%arg), index=1
-  %k = bf16[8,4]{1,0} get-tuple-element(%arg), index=2
-  %ags = (bf16[16,8]{1,0}, bf16[64,8]{1,0}) all-gather-start(%w), replica_groups=[8,4]<=[4,8]T(1,0), dimensions={0}
-  %agd = bf16[64,8]{1,0} all-gather-done(%ags)
-  %start = ((bf16[64,8]{1,0}), bf16[16,8]{1,0}, s32[]) async-start(%agd), calls=%wrapped
-  %done = bf16[16,8]{1,0} async-done(%start)
-  %y = bf16[16,4]{1,0} fusion(%done, %k), kind=kCustom, calls=%fused_gemm
-  ROOT %out = (s32[], bf16[16,8]{1,0}, bf16[8,4]{1,0}) tuple(%i, %done, %k)
-}
-
-%cond (arg.1: (s32[], bf16[16,8], bf16[8,4])) -> pred[] {
-  %arg.1 = (s32[], bf16[16,8]{1,0}, bf16[8,4]{1,0}) parameter(0)
-  ROOT %lt = pred[] constant(true)
-}
-
-ENTRY %main (p: (s32[], bf16[16,8], bf16[8,4])) -> f32[] {
-  %p = (s32[], bf16[16,8]{1,0}, bf16[8,4]{1,0}) parameter(0)
-  %loop = (s32[], bf16[16,8]{1,0}, bf16[8,4]{1,0}) while(%p), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"},"known_init_step":{"init":"0","step":"1"}}
-  %w.1 = bf16[16,8]{1,0} get-tuple-element(%loop), index=1
-  %k.1 = bf16[8,4]{1,0} get-tuple-element(%loop), index=2
-  %gemm = (bf16[16,4]{1,0}, s8[1024]{0}) custom-call(%w.1, %k.1), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}, metadata={op_name="jit(step)/jvp()/dot_general"}
-  %cast = f32[16,8]{1,0} convert(%w.1)
-  %ar = f32[16,8]{1,0} all-reduce(%cast), replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}, to_apply=%add
-  ROOT %r = f32[] constant(0)
-}
-"""
+PROGRAM = (Path(__file__).parent / "loop.hlo.txt").read_text()
+"""A loop of 5 iterations: a gather and a scatter (asynchronous, one in a wrapped computation), a product in a fusion."""
 
 
 def test_collectives_of_a_loop_count_as_often_as_it_runs():
