@@ -1,23 +1,30 @@
 """The bytes that a training step's collectives send, by formula: from sizes alone, without a compiler.
 
-Bytes are those that one GPU sends in a step (``hlo.wire_bytes``). ``n`` GPUs along fsdp, R along expert, weights cut
-over fsdp (the experts' over expert too), 2 bytes of compute dtype on the wire:
+Bytes are those that one GPU sends in a step (``hlo.wire_bytes``). Weights are cut over fsdp, the experts' over expert
+too; numbers on the wire have the compute dtype where nothing else is said:
 
 - a weight is gathered once for the forward pass and once more where the backward pass recomputes the layer;
-- its gradient is summed over the GPUs that share it, and cut over fsdp;
+- a matrix's gradient is summed in float32: scattered over fsdp, then what is left is summed over the other axes. An
+  expert's is scattered in the compute dtype. The gradient of the embedding is no matrix product, and XLA does not
+  scatter it; nor those of what is not cut (router, norms): these are summed over all GPUs as they are;
 - every MoE layer sends ``capacity`` rows to their experts and back, and the gradients the same way again; where it is
-  recomputed, to the experts once more (the way back is not: nothing reads it).
+  recomputed, to the experts once more (not back: nothing reads that). A row's weight travels beside it, float32.
+
+Only the trunk, and the padded all-to-all: there is no formula for MTP modules and for other dispatchers.
 """
 
+import math
 from collections import defaultdict
-
-import numpy as np
+from dataclasses import replace
 
 from moe_course.aot.hlo import Collective, wire_bytes
-from moe_course.parallel import EXPERT, FSDP
+from moe_course.parallel import DATA, EXPERT, FSDP
 from moe_course.scaling.flops import parameter_counts
 from moe_course.train.config import TrainConfig
 from moe_course.train.step import dispatch_plan
+
+_SUM = 4
+"""Bytes of a float32, in which gradients of matrices are summed."""
 
 
 def beside(found: list[Collective], config: TrainConfig) -> list[dict]:
@@ -44,32 +51,39 @@ def beside(found: list[Collective], config: TrainConfig) -> list[dict]:
 def expected(config: TrainConfig) -> dict[tuple[str, str], float]:
     """Bytes by (kind, mesh axes)."""
     terms: dict[tuple[str, str], float] = defaultdict(float)
-    for kind, axis, size, group in [*_weights(config), *_tokens(config)]:
-        if group > 1 and size:
-            terms[kind, axis] += wire_bytes(kind, size, group)
+    for kind, axes, size in [*_weights(config), *_tokens(config)]:
+        group = {axis: getattr(config.mesh, axis) for axis in axes if getattr(config.mesh, axis) > 1}
+        if group and size:
+            terms[kind, "+".join(group)] += wire_bytes(kind, size, math.prod(group.values()))
     return dict(terms)
 
 
 def _weights(config: TrainConfig):
-    """(kind, axis, operand bytes, group) of gathered weights and summed gradients."""
-    m, mesh = config.model, config.mesh
-    item = np.dtype("float32" if m.compute_dtype == "float32" else "float16").itemsize
-    p = parameter_counts(m)
-    layers = p.attention + p.dense_feed_forward + p.shared_experts
-    ends = p.embedding + p.head
+    """(kind, mesh axes, operand bytes) of gathered weights and summed gradients."""
+    mesh, item = config.mesh, _item(config)
+    p = parameter_counts(replace(config.model, mtp_depth=0))
+    matrices = p.attention + p.dense_feed_forward + p.shared_experts
     experts = p.routed_experts // mesh.expert
     passes = 1 if config.remat == "none" else 2
-    yield "all-gather", FSDP, item * (passes * (layers + experts) + ends) / mesh.fsdp, mesh.fsdp
-    yield "reduce-scatter", FSDP, item * (layers + experts + ends), mesh.fsdp
+    gathered = passes * (matrices + experts) + p.embedding + p.head
+    yield "all-gather", (FSDP,), item * gathered / mesh.fsdp
+    yield "reduce-scatter", (FSDP,), _SUM * (matrices + p.head) + item * experts
+    yield "all-reduce", (DATA, EXPERT), _SUM * (matrices + p.head) / mesh.fsdp
+    yield "all-reduce", (DATA,), item * experts / mesh.fsdp
+    yield "all-reduce", (DATA, FSDP, EXPERT), item * p.embedding + _SUM * (p.router + p.norms)
 
 
 def _tokens(config: TrainConfig):
-    """(kind, axis, operand bytes, group) of rows to their experts and back."""
-    m, ranks = config.model, config.mesh.expert
-    item = np.dtype("float32" if m.compute_dtype == "float32" else "float16").itemsize
+    """(kind, mesh axes, operand bytes) of rows to their experts and back."""
+    m = config.model
     rows = dispatch_plan(config, 0).capacity
     recomputed = config.remat != "none"
     trips = 4 + (config.remat not in ("none", "experts"))
-    per_layer = trips * rows * m.d_model * item + (2 + recomputed) * rows * 4
-    per_layer += (1 + recomputed) * m.num_experts * 4
-    yield "all-to-all", EXPERT, (m.num_moe_layers + m.mtp_depth) * per_layer, ranks
+    per_layer = trips * rows * m.d_model * _item(config) + (2 + recomputed) * rows * 4
+    per_layer += (1 + recomputed) * m.num_experts * 4  # how many rows are for which expert
+    yield "all-to-all", (EXPERT,), m.num_moe_layers * per_layer
+
+
+def _item(config: TrainConfig) -> int:
+    """Bytes of the compute dtype."""
+    return {"float32": 4, "bfloat16": 2}[config.model.compute_dtype]
