@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from moe_course.aot import report
 from moe_course.aot.compiled import STATEMENT, compile_plan
 from moe_course.aot.request import fit_to
-from moe_course.aot.sweep import compile_all, record
+from moe_course.aot.sweep import SWEEP, compile_all
 from moe_course.errors import SettingError
 from moe_course.train.config import TrainConfig
 from moe_course.train.presets import get_preset
@@ -53,6 +54,8 @@ class Options:
     """Compile even if the same settings, versions and code were compiled before."""
     sweep: bool = False
     """Compile the list of configurations that the planner is compared with, one after another."""
+    only: tuple[str, ...] = ()
+    """With --sweep: these of the list, by name."""
     write: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """With --sweep: put the figures into this file, beside those that are in it."""
 
@@ -84,9 +87,8 @@ def main(argv: list[str]) -> int:
     o = tyro.cli(Options, args=argv, prog="moe-course compile", description=__doc__)
     console = Console(highlight=False)
     if o.sweep:
-        rows = compile_all(lambda line: print(line, file=sys.stderr, flush=True), again=o.again)
-        if o.write:
-            record(rows, o.write)
+        say = partial(print, file=sys.stderr, flush=True)
+        rows = compile_all(say, write=o.write, again=o.again, names=o.only or tuple(SWEEP))
         print(json.dumps({"statement": STATEMENT, "rows": rows}, indent=1))
         return 0
     compiled = compile_plan(configuration(o), o.hardware, o.gpus, again=o.again)

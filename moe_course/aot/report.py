@@ -37,7 +37,7 @@ def summary(c: Compiled) -> str:
         f"{c.parameters / 1e9:,.1f}B parameters, {model['num_layers']} layers, {c.tokens_per_gpu:,} tokens per GPU, "
         f"mesh {mesh}, remat {c.config['remat']}, capacity factor {c.config['capacity_factor']:g}, "
         f"backend {c.config['backend']}, recipe {c.config['recipe']}. It {verdict}: "
-        f"{_gb(abs(c.margin_bytes))} {room} of {_gb(c.device_bytes)} after {_gb(c.reserved_bytes)} kept free."
+        f"{_gb(abs(c.margin_bytes))} GB {room} of {_gb(c.device_bytes)} GB after {_gb(c.reserved_bytes)} GB kept free."
     )
 
 

@@ -42,8 +42,10 @@ SWEEP = {
 """By name: small to large, and one change at a time from ``v3, 256 GB200, ep 64``."""
 
 
-def compile_all(say: Callable[[str], None], *, again: bool = False, names=tuple(SWEEP)) -> list[dict]:
-    """One row for each configuration that compiles; what does not is said and left out."""
+def compile_all(
+    say: Callable[[str], None], *, write: Path | None = None, again: bool = False, names=tuple(SWEEP)
+) -> list[dict]:
+    """One row for each configuration that compiles, put into ``write`` at once; what does not is said."""
     rows = []
     for name in names:
         request = SWEEP[name]
@@ -53,6 +55,8 @@ def compile_all(say: Callable[[str], None], *, again: bool = False, names=tuple(
             say(f"{name}: {error}")
             continue
         rows.append(row(name, compiled))
+        if write:
+            record(rows[-1:], write)
         gb = [rows[-1][key] / 1e9 for key in ("state_bytes_per_gpu", "temp_bytes_per_gpu")]
         say(f"{name}: state {gb[0]:.1f} GB, temporary {gb[1]:.1f} GB, {compiled.compile_s:.0f} s")
     return rows
