@@ -29,6 +29,11 @@ _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 _CALLED = re.compile(r"\b(calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_NAMED_GROUPS = re.compile(
+    r"replica_groups=@?mesh\[(?P<mesh>[^\]]*)\](?:,\s*device_ids=\((?P<devices>\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))?"
+    r"\s*\{(?P<axes>[^}]*)\}"
+)
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)"?')
 
 
@@ -255,22 +260,32 @@ def _first_group(attributes: str, devices: int) -> list[int] | None:
     pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
     if pairs:
         return [int(pairs.group(1)), int(pairs.group(2))]
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+    if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", attributes):
         groups, dims, order = (_ints(part) for part in iota.groups())
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids.transpose(order) if order else ids).reshape(groups)[0].tolist()
-    if named := re.search(r"replica_groups=@?mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", named.group(1))}
-        used = re.findall(r"'?([\w.]+)'?", named.group(2))
+        return _iota(dims, order).reshape(groups)[0].tolist()
+    if named := _NAMED_GROUPS.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", named["mesh"])}
+        used = re.findall(r"'?([\w.]+)'?", named["axes"])
         if not set(used) <= set(sizes):
             return None
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        if listed := re.fullmatch(r"[\d,]+", named["devices"] or ""):
+            ids = np.array(_ints(listed.group()))
+        elif iota := re.fullmatch(_IOTA, named["devices"] or ""):
+            ids = _iota(*(_ints(part) for part in iota.groups()))
+        else:
+            ids = np.arange(math.prod(sizes.values()))
+        ids = ids.reshape(tuple(sizes.values()))
         return ids[tuple(slice(None) if name in used else 0 for name in sizes)].reshape(-1).tolist()
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return _ints(listed.group(1)) or list(range(devices))
     if "replica_groups={}" in attributes:
         return list(range(devices))
     return None
+
+
+def _iota(dims: list[int], order: list[int]) -> np.ndarray:
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose(order) if order else ids
 
 
 def _ints(text: str | None) -> list[int]:

@@ -68,6 +68,8 @@ def test_a_loop_without_a_trip_count_is_named():
         ("replica_groups={{}}", "fsdp+expert", 32),
         ("replica_groups=mesh['fsdp'=4,'expert'=8] {'fsdp'}", "fsdp", 4),
         ("replica_groups=mesh['axis_0'=32] {'axis_0'}", "fsdp+expert", 32),
+        ("replica_groups=mesh['a'=1,'b'=4,'c'=8], device_ids=([4,8]) {'c'}", "expert", 8),
+        ("replica_groups=mesh['a'=8,'b'=4], device_ids=([4,8]T(1,0)) {'b'}", "fsdp", 4),
         ("replica_groups={{0,1},{2,3}}", "?", 2),
         ("replica_groups={{0},{1}}", "none", 1),
         ("source_target_pairs={{0,8},{8,16}}", "fsdp", 2),

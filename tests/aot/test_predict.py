@@ -38,15 +38,35 @@ def step(request):
     return config, mesh, compiled, hlo.parse(compiled.as_text())
 
 
-def test_rows_and_weights_travel_as_often_as_the_formula_says(step):
+@pytest.mark.slow
+def test_collectives_of_a_step_are_those_of_the_formula(step):
     config, mesh, _, module = step
-    entries = {
-        (e["kind"], e["axis"]): e for e in predict.beside(hlo.collectives(module, dict(mesh.shape)), config)
-    }
+    found = hlo.collectives(module, dict(mesh.shape))
+    entries = {(e["kind"], e["axis"]): e for e in predict.beside(found, config)}
     for key in (("all-to-all", "expert"), ("all-gather", "fsdp")):
         assert entries[key]["bytes"] == entries[key]["predicted"] > 0, key
+    for axis in ("expert", "fsdp+expert"):
+        entry = entries["all-reduce", axis]
+        assert entry["bytes"] == pytest.approx(entry["predicted"], rel=0.01), axis
+    # XLA:CPU writes most scatters as an all-reduce and a slice, which sends twice as much.
+    scattered, reduced = entries["reduce-scatter", "fsdp"], entries["all-reduce", "fsdp"]
+    assert scattered["bytes"] + reduced["bytes"] / 2 == pytest.approx(scattered["predicted"], rel=0.01)
 
 
+@pytest.mark.slow
+def test_flops_of_a_step_are_those_of_the_formula(step):
+    """The padded rows and the products with other experts that ``ragged_dot`` becomes, too."""
+    config, _, _, module = step
+    found = flops.split(hlo.products(module), config)
+    assert found["compiled"] == found["total"]
+    assert module.unknown_loops == []
+    assert min(found["padding"], found["fallback"], found["masked"]) > 0
+    assert (found["recompute"] > 0) == (config.remat == "full")
+    by_phase = found["compiled_by_phase"]
+    assert set(by_phase) == {"forward", "backward"} | ({"recompute"} if config.remat == "full" else set())
+
+
+@pytest.mark.slow
 def test_state_and_batch_are_the_arguments(step):
     config, mesh, compiled, _ = step
     assert sum(map(bytes_per_device, arguments(config, mesh))) == memory(compiled)["argument_size"]
