@@ -143,10 +143,12 @@ def _compile(request: Request, folder: Path, timeout: float) -> None:
 
 def _reason(log: str, code: int) -> str:
     """The last words of a worker that failed."""
-    lines = [line for line in log.splitlines() if line.strip()]
-    if not lines:
-        return f"the compiling process ended with code {code} (out of memory?)"
-    return lines[-1].removeprefix("moe_course.errors.SettingError: ")[:2000]
+    if code < 0:
+        return f"the compiling process was ended by signal {-code}. 9 is often the system, out of memory."
+    errors = [line for line in log.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    if not errors:
+        return f"the compiling process ended with code {code}."
+    return errors[-1].removeprefix("moe_course.errors.SettingError: ")[:2000]
 
 
 def read(request: Request, folder: Path) -> Compiled:

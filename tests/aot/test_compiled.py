@@ -237,6 +237,23 @@ def test_options_reach_the_configuration():
         command.configuration(command.Options(offload=True, remat="none"))
 
 
+@pytest.mark.parametrize(
+    ("log", "code", "says"),
+    [
+        ("Traceback\nmoe_course.errors.SettingError: no. Set --x.\n***\n", 1, "no. Set --x."),
+        (
+            "jaxlib.JaxRuntimeError: NOT_FOUND: ptxas\n\n*****\n",
+            1,
+            "jaxlib.JaxRuntimeError: NOT_FOUND: ptxas",
+        ),
+        ("E1 slow_operation_alarm.cc:73]\n*****\n", -9, "the compiling process was ended by signal 9"),
+        ("*****\n", 3, "the compiling process ended with code 3."),
+    ],
+)
+def test_why_a_worker_failed(log, code, says):
+    assert compiled_module._reason(log, code).startswith(says)
+
+
 def test_a_failed_worker_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_module, "missing", lambda: "")
     monkeypatch.setattr(compiled_module.sys, "executable", "/bin/false")
