@@ -8,7 +8,7 @@ WORKERS = 2
 PYTEST = $(RUN) pytest -n $(WORKERS) --dist loadscope
 TESTS =
 
-.PHONY: help train test test-quick test-parity test-gpu te-wheel test-te notebooks lab lint format lock venv clean
+.PHONY: help train compile test test-quick test-parity test-gpu te-wheel test-te notebooks lab lint format lock venv clean
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -38,6 +38,10 @@ te-wheel:  ## build Transformer Engine for JAX in .venv-te; needs g++, no GPU (d
 
 test-te: te-wheel  ## lower Transformer Engine's calls for Hopper and Blackwell, without a GPU
 	MOE_COURSE_TE=required .venv-te/bin/python -m pytest -m "not parity and not gpu" tests/te $(ARGS) $(TESTS)
+
+compile:  ## compile DeepSeek-V3's training step for 64 GB200 without a GPU, in .venv-aot (downloads the GPU compiler)
+	@scripts/make-venv .venv-aot aot
+	.venv-aot/bin/moe-course compile $(ARGS)
 
 notebooks: venv  ## make chapters/ and solutions/*.ipynb from solutions/*.py
 	$(VENV)/bin/moe-course notebooks $(ARGS)

@@ -18,6 +18,7 @@ usage: moe-course COMMAND [options]
   doctor     what is installed, what is missing    moe-course doctor [--gpu] [--json]
   bench      reproduce a measured claim            moe-course bench grouped-gemm --json
   plan       which parallelism, how fast, why      moe-course plan --model deepseek-v3 --hardware gb200 --gpus 1024
+  compile    a step for GPUs that are not here     moe-course compile --preset deepseek-v3 --gpus 64
   notebooks  make the notebooks from solutions/    moe-course notebooks [02 ...] [--check]
 
 moe-course COMMAND --help lists the options of a command."""
@@ -35,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         "doctor": _doctor,
         "bench": _bench,
         "plan": _plan,
+        "compile": _compile,
         "notebooks": _notebooks,
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -139,6 +141,12 @@ def _plan(argv: list[str]) -> int:
     from moe_course.scaling.report import main as plan
 
     return plan(argv)
+
+
+def _compile(argv: list[str]) -> int:
+    from moe_course.aot.command import main as compile_step
+
+    return compile_step(argv)
 
 
 if __name__ == "__main__":

@@ -252,6 +252,7 @@ LAYERS = [
     {"layers"},
     {"models"},
     {"train", "interop", "scaling"},
+    {"aot"},
     {"lessons", "doctor"},
     {"bench"},  # measures the lessons too
     {"cli"},

@@ -55,11 +55,20 @@ def apply_layers(
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
-def recompute(apply: Callable, kept: tuple[str, ...] | None) -> Callable:
-    """``apply`` whose backward pass recomputes all but its inputs and the values named ``kept``.
+def recompute(apply: Callable, kept: tuple[str, ...] | None, on_host: tuple[str, ...] = ()) -> Callable:
+    """``apply`` whose backward pass recomputes all but its inputs and the values named ``kept`` and ``on_host``.
 
-    None keeps whatever the backward pass needs. The names are those of ``jax.ad_checkpoint.checkpoint_name``.
+    None keeps whatever the backward pass needs. The names are those of ``jax.ad_checkpoint.checkpoint_name``. Values
+    named ``on_host`` wait in the host's memory.
     """
     if kept is None:
         return apply
+    if on_host:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(kept),
+            names_which_can_be_offloaded=list(on_host),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return jax.checkpoint(apply, policy=policy)
     return jax.checkpoint(apply, policy=jax.checkpoint_policies.save_only_these_names(*kept))

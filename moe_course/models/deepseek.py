@@ -30,8 +30,11 @@ REMAT = {
     "full": (),
     "attention": (ATTENTION_OUT,),
     "experts": (ATTENTION_OUT, *RESIDUAL_NAMES),
+    "offload": (),
 }
 """What the backward pass finds kept of each layer besides its input, by name; None: all that it needs."""
+ON_HOST = {"offload": (ATTENTION_OUT,)}
+"""What of that waits in the host's memory."""
 
 
 def router_config(config: ModelConfig) -> RouterConfig:
@@ -100,7 +103,7 @@ class DeepSeekLM(nnx.Module):
             hidden, stats = module(hidden, *more, segments, plan, **how)
             return hidden, (stats, jnp.isfinite(hidden).all())
 
-        apply = recompute(apply, REMAT[remat])
+        apply = recompute(apply, REMAT[remat], ON_HOST.get(remat, ()))
         hidden = keep_tokens_sharded(self.embedding(tokens.reshape(-1)))
         told, index = [], 0
         for kind, number in _kinds(self.config):

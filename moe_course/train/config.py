@@ -66,9 +66,10 @@ class TrainConfig:
     capacity_factor: float = 2.0
     """Receive buffer as a multiple of the balanced need. Too small costs a re-run step, never a token."""
 
-    remat: Literal["none", "full", "attention", "experts"] = "none"
+    remat: Literal["none", "full", "attention", "experts", "offload"] = "none"
     """What of each layer is kept for the backward pass besides its input: none recomputes nothing, full recomputes
-    all, attention keeps attention's output, experts that and what the experts' backward pass needs."""
+    all, attention keeps attention's output, experts that and what the experts' backward pass needs, offload keeps
+    attention's output in the host's memory."""
     scan_from: int = SCAN_FROM
     """So many layers of a kind, or more, are compiled as one loop, so that depth costs no compile time; fewer are
     compiled one by one, which runs faster on a CPU."""

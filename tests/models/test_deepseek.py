@@ -155,6 +155,9 @@ def test_remat_recomputes_what_it_does_not_name():
     config = replace(CONFIG, mtp_depth=0)
     products = {remat: program(config, remat=remat).count("dot_general") for remat in deepseek.REMAT}
     assert products["none"] < products["experts"] < products["attention"] < products["full"]
+    assert products["offload"] == products["attention"]
+    assert "pinned_host" in program(config, remat="offload")
+    assert "pinned_host" not in program(config, remat="attention")
 
 
 @pytest.mark.parametrize(
