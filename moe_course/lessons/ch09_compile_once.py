@@ -102,7 +102,7 @@ def group_softmax(scores, group_sizes):
         minutes=10,
         used_again=("12",),
         hints=(
-            "The first line of the text has input_output_alias={ ... }. What is written for a function with a single output?",
+            "The first line of the text has input_output_alias={ ... }. What stands there for a function of one output?",
             "text -> its first line -> a dict, output number to parameter number, ints.",
             r're.findall(r"\{(\d*)\}: \((\d+), \{\}, ", first line)' + "\nan empty output number means 0",
             r"""
@@ -171,7 +171,7 @@ def lost_names(loss, names, *args):
         hints=(
             "A line reads: name = type operation(operands), attributes. Which part says how much, and which part only "
             "mentions a collective that stands elsewhere?",
-            "lines -> a dict, kind to (count, bytes). Bytes of dtype[a,b]: the first number in the dtype, over 8, times a b; "
+            "lines -> a dict, kind to (count, bytes). Bytes of dtype[a,b]: the first number in the dtype / 8, times a b; "
             "pred has no number and takes one byte.",
             r'call = re.search(r" = (\(.*?\)|\S+) (all-gather|...)(?:-done)?\(", line)'
             + "\ncall[2] is the kind, call[1] the type\n"
@@ -227,10 +227,11 @@ def times_run(calls, entry):
         minutes=15,
         used_again=("10", "12"),
         hints=(
-            "Four arrays are exchanged: sizes, rows, weights of the rows, answers. How many rows does each hold, used or not?",
+            "Four arrays are exchanged: sizes, rows, weights of the rows, answers. How many rows has each, used or not?",
             "rows C = R ceil(factor T K / R). Exchanged: C D numbers twice, C float32, E int32. Gathered: 3 D F numbers for "
             "each of E/R experts and the shared one.",
-            "rows = ranks * ceil(factor * tokens * top_k / ranks)\nall-to-all: 2 rows d_model width + 4 rows + 4 num_experts\n"
+            "rows = ranks * ceil(factor * tokens * top_k / ranks)\n"
+            "all-to-all: 2 rows d_model width + 4 rows + 4 num_experts\n"
             "all-gather: 3 d_model d_ff width (num_experts / ranks + 1), or 0 if fsdp is 1",
             """
 def layer_bytes(tokens, d_model, d_ff, num_experts, top_k, ranks, fsdp, factor, width):
@@ -263,8 +264,8 @@ QUIZZES = (
         "b",
         {
             "a": "They are numbers in a buffer. A replayed graph reads whatever the buffer holds.",
-            "b": "The host waits for a number of the device to learn a shape. A recording has no host in it: capture fails, or "
-            "the graph ends there and a new one begins.",
+            "b": "The host waits for a number of the device to learn a shape. A recording has no host in it: capture fails, "
+            "or the graph ends there and a new one begins.",
             "c": "A kernel that reads its loop bound from memory is one launch all the same.",
         },
     ),
@@ -281,8 +282,8 @@ QUIZZES = (
         "09.q4",
         "a",
         {
-            "a": "The derivative of silu reads its input. With the input kept, silu is computed again, which costs little, and "
-            "the product is not.",
+            "a": "The derivative of silu reads its input. With the input kept, silu is computed again, which costs little, "
+            "and the product is not.",
             "b": "That is kept and used by the next product, and yet the derivative of silu asks for its input: the product "
             "before it runs again.",
             "c": "It decides whether the largest product of the layer runs twice or three times in a step.",
@@ -294,8 +295,8 @@ QUIZZES = (
         {
             "a": "No policy looks for its names. A name that nothing carries matches nothing, and that is allowed.",
             "b": "Numbers are the same to the last bit or nearly: recomputation computes the same.",
-            "c": "Less memory and more FLOPs than planned, and a slow step. Only a check that compares what was asked for with "
-            "what the program keeps finds it at the start.",
+            "c": "Less memory and more FLOPs than planned, and a slow step. Only a check that compares what was asked for "
+            "with what the program keeps finds it at the start.",
         },
     ),
     Quiz(
@@ -313,8 +314,8 @@ QUIZZES = (
         "b",
         {
             "a": "The compiler plans memory and does not refuse. Plans of 309 GB for a GPU of 198 GB were compiled.",
-            "b": "Compiling is not fitting. Compare the plan with the device yourself, and leave room for what is not in it: "
-            "communication buffers, workspaces, fragmentation.",
+            "b": "Compiling is not fitting. Compare the plan with the device yourself, and leave room for what is not in "
+            "it: communication buffers, workspaces, fragmentation.",
             "c": "Nothing ran. On a GPU the allocation would fail, at the first step.",
         },
     ),

@@ -129,7 +129,7 @@ def pairs(fn) -> int:
 def mentions(fn) -> int:
     lines = [
         "  %get-tuple-element.3 = f32[1,2,16]{2,1,0} get-tuple-element(%all-to-all), index=0",
-        '  %fusion.4 = f32[8,16]{1,0} fusion(%all-gather.3), kind=kLoop, calls=%f, metadata={op_name="jit(f)/all-reduce(g)"}',
+        '  %fusion.4 = f32[8,16]{1,0} fusion(%all-gather.3), calls=%f, metadata={op_name="jit(f)/all-reduce(g)"}',
         "  %copy.all-gather = f32[8]{0} copy(%all-reduce.9)",
     ]
     why = "The operation stands behind the result's type: name = type operation(operands)."

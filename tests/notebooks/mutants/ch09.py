@@ -615,7 +615,7 @@ alternative("09.7", "the mutants' frame, with every part right")(reader())
 def _(lines):
     total = {}
     for line in lines:
-        left, _, right = line.partition(" = ")
+        _, _, right = line.partition(" = ")
         end = right.index(")") + 1 if right.startswith("(") else right.index(" ")
         kind = right[end:].strip().partition("(")[0].removesuffix("-done")
         if kind not in KINDS.split("|"):
@@ -673,7 +673,7 @@ def _(lines):
 
 @alternative("09.8", "a list of what is still to visit")
 def _(calls, entry):
-    times, waiting = {name: 0 for name in calls}, [(entry, 1)]
+    times, waiting = dict.fromkeys(calls, 0), [(entry, 1)]
     while waiting:
         name, n = waiting.pop()
         times[name] += n
