@@ -33,6 +33,8 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -48,6 +50,7 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_course.bench import recorded
 from moe_course.dispatch.plan import DispatchPlan, bucket_capacity
 from moe_course.layers.moe import MoE
 from moe_course.lessons import check, plots, predict, quiz, rounded, yours
@@ -456,14 +459,14 @@ except RuntimeError as error:
     print("used after it was given away:", error)
 
 # %% [markdown]
-# ### Question 09.q3
+# ### Question 09.q2
 #
 # Arguments 9 GB, of which the donated state is 8; results 8 GB; temporary 3 GB; everything donated was usable. How many GB
 # does the program need?
 
 # %%
 quiz(
-    "09.q3",
+    "09.q2",
     ### BEGIN ANSWER
     12,
     ### END ANSWER
@@ -489,7 +492,7 @@ quiz(
 # recordable. Transformer Engine's grouped GEMM has two versions; V1 copies the sizes to the host, V2 reads them on the
 # device and is marked for command buffers.
 #
-# ### Question 09.q2
+# ### Question 09.q3
 #
 # Which of these ends a graph?
 #
@@ -498,7 +501,7 @@ quiz(
 
 # %%
 quiz(
-    "09.q2",
+    "09.q3",
     ### BEGIN ANSWER
     "b",
     ### END ANSWER
@@ -631,8 +634,8 @@ def residuals(fn, *args):
     """What a backward pass would find kept, arguments left out."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         print_saved_residuals(fn, *args)
-    lines = [line.split(" from /")[0] for line in said.getvalue().splitlines()]
-    return [line for line in lines if "from the argument" not in line]
+    lines = [line for line in said.getvalue().splitlines() if "from the argument" not in line]
+    return [re.sub(r" from .*", "", line) for line in lines]  # the rest is a file and a line
 
 
 w = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
@@ -822,7 +825,7 @@ lines = layer.as_text().splitlines()
 sent = [line.strip() for line in lines if re.search(r" (all-gather|all-to-all)\(", line)]
 for line in sent:
     kind = re.search(r" (all-gather|all-to-all)\(", line)[1]
-    dtype, dims = re.search(r"(\w+)\[([\d,]+)\]", line)[1:]
+    dtype, dims = re.search(r"(\w+)\[([\d,]+)\]", line).groups()
     parts = len(re.findall(r"\w+\[[\d,]+\]", line.split(kind + "(")[0]))
     print(f"{kind:<11}{parts} of {dtype}[{dims}]".ljust(36), re.search(r'op_name="jit\(moe_layer\)/([^"/]*)', line)[1])
 
@@ -1132,3 +1135,56 @@ print(", ".join(f"{stage} {100 * time_of[stage] / whole:.0f} %" for stage in (*s
 # %% [markdown]
 # The shares are those of eight simulated devices that wait for each other on one CPU: of what a collective takes, most is
 # waiting. How to take and read a profile is the same on a GPU, and there the shares are worth something.
+
+# %% [markdown]
+# ## DeepSeek-V3's MoE layer for 64 GB200s
+#
+# XLA's GPU compiler runs without a GPU. It needs a description of one (memory, cores, registers), which NVIDIA and XLA
+# publish, and JAX has topologies that are only that: 64 devices to shard over, on which nothing can run. `moe-course
+# compile` compiles the trainer's own step that way, from shapes and shardings, on any Linux machine with the `aot` extra
+# (about 260 MB). One MoE layer of DeepSeek-V3 with its attention, embedding and head, 8 expert ranks times 8 ways of
+# cutting the weights, one sequence of 4,096 tokens on each GPU:
+#
+# ```bash
+# moe-course compile --layers 1 --gpus 64 --hardware gb200 --ep 8 --remat none --html layer.html
+# ```
+#
+# Everything it reports was **compiled, never run**. Before you look: how many bytes does a GPU send in the layer's
+# all-to-alls, forward and backward? Your formula has the forward pass; the backward pass sends two gradients of rows and
+# one of their weights, and no sizes. Of what a rank receives in an all-to-all, 1/R is its own and crosses no wire.
+
+# %%
+COMPILE = False  # True compiles both here, in minutes. Otherwise what was recorded is shown.
+COMMANDS = {
+    "layer": "--layers 1 --gpus 64 --hardware gb200 --ep 8 --remat none",
+    "model": "--gpus 64 --hardware gb200 --ep 8 --remat full",
+}
+
+
+def compile_for(flags):
+    command = [sys.executable, "-m", "moe_course.cli", "compile", *flags.split(), "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+compiled = (
+    {name: compile_for(flags) for name, flags in COMMANDS.items()} if COMPILE else recorded("compiled-deepseek-v3")
+)
+on_64 = compiled["layer"]
+print(f"{on_64['statement']}: {on_64['gpus']} {on_64['hardware']}, mesh {on_64['mesh']}")
+for c in on_64["collectives"]:
+    foretold = "" if c["predicted"] is None else f"formula {c['predicted'] / 1e9:.3f} GB"
+    if c["bytes"] >= 1e7:
+        print(f"{c['kind']:<15}{c['axis']:<14}{c['count']:>3} times {c['bytes'] / 1e9:>7.3f} GB sent   {foretold}")
+
+# %%
+m, ranks = DEEPSEEK_V3, 8
+forward = by_hand(4096, m.d_model, m.d_ff, m.num_experts, m.top_k, ranks, 8, 1.25, 2)["all-to-all"]
+predict(
+    "GB that a GPU sends in all-to-alls, forward and backward",
+    ### BEGIN ANSWER
+    (2 * forward - 4 * m.num_experts) * (ranks - 1) / ranks / 1e9,
+    ### END ANSWER
+    measured=next(c["bytes"] for c in on_64["collectives"] if c["kind"] == "all-to-all") / 1e9,
+    unit="GB",
+    within=0.01,
+)

@@ -261,6 +261,15 @@ QUIZZES = (
     ),
     Quiz(
         "09.q2",
+        12,
+        {
+            12: "9 + 8 - 8 + 3: the state is an argument and an output, and has one buffer. Without donation it is 20.",
+            20: "That is without donation: the state would be there twice.",
+        },
+        within=0.001,
+    ),
+    Quiz(
+        "09.q3",
         "b",
         {
             "a": "They are numbers in a buffer. A replayed graph reads whatever the buffer holds.",
@@ -268,15 +277,6 @@ QUIZZES = (
             "or the graph ends there and a new one begins.",
             "c": "A kernel that reads its loop bound from memory is one launch all the same.",
         },
-    ),
-    Quiz(
-        "09.q3",
-        12,
-        {
-            12: "9 + 8 - 8 + 3: the state is an argument and an output, and has one buffer. Without donation it is 20.",
-            20: "That is without donation: the state would be there twice.",
-        },
-        within=0.001,
     ),
     Quiz(
         "09.q4",
