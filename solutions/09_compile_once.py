@@ -268,12 +268,11 @@ predict(
 fig, (left, right) = plots.figure(8.0, 2.7, columns=2)
 for color, (name, sizes) in enumerate(ways.items()):
     programs = [len(set(sizes[: n + 1])) for n in range(len(sizes))]
-    left.plot(range(1, 1001), programs, color=plots.expert_color(color), lw=2.2, label=name)
+    left.plot(range(1, 1001), programs, color=plots.expert_color(color), lw=2.2)
     padding = 100 * (1 - sum(lengths) / sum(sizes))
     right.barh(color, padding, color=plots.expert_color(color), height=0.6)
     right.text(padding + 1, color, f"{padding:.0f} %", va="center", fontsize=9)
 left.set(xlabel="batches", ylabel="programs compiled", yscale="log", ylim=(1, 2000))
-left.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.32))
 right.set(xlabel="rows that are padding, %", yticks=range(3), yticklabels=ways, xlim=(0, 50))
 right.invert_yaxis()
 plots.show(fig, "Doubling buckets stop compiling after seven programs, and pay with padding")
@@ -646,7 +645,12 @@ to_host = policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )
-for name, policy in {"up": keep("up"), "up, act": keep("up", "act"), "none": keep(), "up, to the host": to_host}.items():
+for name, policy in {
+    "up": keep("up"),
+    "up, act": keep("up", "act"),
+    "none": keep(),
+    "up, to the host": to_host,
+}.items():
     print(f"{name:<16}", residuals(jax.checkpoint(feed_forward, policy=policy), w, x))
 
 # %% [markdown]
@@ -745,11 +749,20 @@ for color, (name, policy) in enumerate(choices.items()):
     ax.plot(size, 6 + again, "o", ms=11, color=plots.expert_color(color))
     above = places.get((round(size, 1), again), 0)
     places[round(size, 1), again] = above + 1
-    ax.annotate(name, (size, 6 + again), xytext=(0, 12 + 13 * above), textcoords="offset points", ha="center", fontsize=9)
-ax.set(xlabel="kept on the device for the backward pass, MB (16 layers)", ylabel="products per layer and step")
+    ax.annotate(
+        name,
+        (size, 6 + again),
+        xytext=(0, 12 + 13 * above),
+        textcoords="offset points",
+        ha="center",
+        fontsize=9,
+    )
+ax.set(
+    xlabel="kept on the device for the backward pass, MB (16 layers)", ylabel="products per layer and step"
+)
 ax.set(ylim=(5.6, 7.9), xlim=(-0.3, None), yticks=[6, 7])
 ax.margins(x=0.12)
-plots.show(fig, "Keeping act costs memory and saves no product; keeping up saves the one that would run twice")
+plots.show(fig, "Keeping act costs memory and saves no product; keeping up saves one")
 
 # %% [markdown]
 # ## Exercise 09.6: lost names
@@ -803,13 +816,17 @@ def package_lost(loss, names, *args):
 
 
 tiny = ModelConfig(d_model=32, num_layers=2, num_dense_layers=0, num_experts=4, top_k=2, d_ff=16)
-model_graph, params, bias = deepseek.split(nnx.eval_shape(lambda: deepseek.DeepSeekLM(tiny, rngs=nnx.Rngs(params=0))))
+model_graph, params, bias = deepseek.split(
+    nnx.eval_shape(lambda: deepseek.DeepSeekLM(tiny, rngs=nnx.Rngs(params=0)))
+)
 merge = deepseek.merger(tiny)
 text = jnp.zeros((2, 16), jnp.int32)
 lost = yours("09.6", package_lost)
 for policy in ("full", "attention", "experts"):
     names = deepseek.REMAT[policy]
-    answer = lost(lambda p, policy=policy: merge(p, bias)(text, text, remat=policy).logits.sum(), names, params)
+    answer = lost(
+        lambda p, policy=policy: merge(p, bias)(text, text, remat=policy).logits.sum(), names, params
+    )
     print(f"{policy:<10} asks for {', '.join(names) or 'nothing'}: lost {answer}")
 
 # %% [markdown]
@@ -822,12 +839,13 @@ for policy in ("full", "attention", "experts"):
 with jax.set_mesh(mesh):
     layer = jax.jit(moe_layer).lower(abstract, tokens).compile()
 lines = layer.as_text().splitlines()
-sent = [line.strip() for line in lines if re.search(r" (all-gather|all-to-all)\(", line)]
-for line in sent:
-    kind = re.search(r" (all-gather|all-to-all)\(", line)[1]
-    dtype, dims = re.search(r"(\w+)\[([\d,]+)\]", line).groups()
-    parts = len(re.findall(r"\w+\[[\d,]+\]", line.split(kind + "(")[0]))
-    print(f"{kind:<11}{parts} of {dtype}[{dims}]".ljust(36), re.search(r'op_name="jit\(moe_layer\)/([^"/]*)', line)[1])
+shown = []
+for line in lines:
+    if kind := re.search(r" (all-gather|all-to-all)\(", line):
+        parts = re.findall(r"\w+\[[\d,]+\]", line[: kind.start()])
+        stage = re.search(r'op_name="jit\(moe_layer\)/([^"/]*)', line)[1]
+        shown.append(f"{kind[1]:<12}{stage:<15}{len(parts)} of {parts[0]}")
+print(*sorted(shown), sep="\n")
 
 # %% [markdown]
 # ## Exercise 09.7: collectives
@@ -914,7 +932,13 @@ def package_collectives(lines):
     total = Counter(), Counter()
     for line in lines:
         call = re.search(r" = (\(.*?\)|\S+) ([a-z-]+?)(?:-done)?\(", line)
-        if call and call[2] in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
+        if call and call[2] in (
+            "all-gather",
+            "all-reduce",
+            "reduce-scatter",
+            "all-to-all",
+            "collective-permute",
+        ):
             total[0][call[2]] += 1
             for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", call[1]):
                 width = 1 if dtype == "pred" else int(re.search(r"\d+", dtype)[0]) // 8
@@ -948,7 +972,9 @@ def calls_of(lines):
     made = []
     for line in lines:
         trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-        for names in re.findall(r"(?:calls|body|to_apply|\w+_computations?)=\{?(%[^,}]+(?:, %[^,}]+)*)", line):
+        for names in re.findall(
+            r"(?:calls|body|to_apply|\w+_computations?)=\{?(%[^,}]+(?:, %[^,}]+)*)", line
+        ):
             made += [(name.strip("% "), int(trips[1]) if trips else 1) for name in names.split(",")]
     return made
 
@@ -1016,7 +1042,12 @@ print("arguments", memory.argument_size_in_bytes, "results", memory.output_size_
 print("temporary", memory.temp_size_in_bytes, "bytes of one device")
 print(", ".join(f"{count} {name}" for name, count in operations.most_common(9)))
 with jax.set_mesh(mesh):
-    print(len(walk(moe_layer, abstract, tokens)), "equations became", operations["fusion"], "fusions, and the rest")
+    print(
+        len(walk(moe_layer, abstract, tokens)),
+        "equations became",
+        operations["fusion"],
+        "fusions, and the rest",
+    )
 
 # %% [markdown]
 # ## Exercise 09.9: bytes by hand
@@ -1104,9 +1135,12 @@ def profile(run, repeats):
 
 
 weights = jax.tree.map(
-    lambda a: jax.device_put(np.random.default_rng(91).normal(size=a.shape).astype(a.dtype) / 8, a.sharding), abstract
+    lambda a: jax.device_put(np.random.default_rng(91).normal(size=a.shape).astype(a.dtype) / 8, a.sharding),
+    abstract,
 )
-batch = jax.device_put(np.random.default_rng(92).normal(size=tokens.shape).astype(np.float32), tokens.sharding)
+batch = jax.device_put(
+    np.random.default_rng(92).normal(size=tokens.shape).astype(np.float32), tokens.sharding
+)
 with jax.set_mesh(mesh):
     layer(weights, batch).block_until_ready()  # not the first one: it loads what the others find
     events = profile(lambda: layer(weights, batch), 3)
@@ -1167,14 +1201,18 @@ def compile_for(flags):
 
 
 compiled = (
-    {name: compile_for(flags) for name, flags in COMMANDS.items()} if COMPILE else recorded("compiled-deepseek-v3")
+    {name: compile_for(flags) for name, flags in COMMANDS.items()}
+    if COMPILE
+    else recorded("compiled-deepseek-v3")
 )
 on_64 = compiled["layer"]
 print(f"{on_64['statement']}: {on_64['gpus']} {on_64['hardware']}, mesh {on_64['mesh']}")
 for c in on_64["collectives"]:
     foretold = "" if c["predicted"] is None else f"formula {c['predicted'] / 1e9:.3f} GB"
     if c["bytes"] >= 1e7:
-        print(f"{c['kind']:<15}{c['axis']:<14}{c['count']:>3} times {c['bytes'] / 1e9:>7.3f} GB sent   {foretold}")
+        print(
+            f"{c['kind']:<15}{c['axis']:<14}{c['count']:>3} times {c['bytes'] / 1e9:>7.3f} GB sent   {foretold}"
+        )
 
 # %%
 m, ranks = DEEPSEEK_V3, 8
@@ -1188,3 +1226,207 @@ predict(
     unit="GB",
     within=0.01,
 )
+
+# %% [markdown]
+# The whole model, 61 layers and 671 billion parameters, is the same command without `--layers 1`, and takes hardly longer:
+# 58 MoE layers are one body in a scan. Remat is full: each layer is computed twice, and so its tokens travel there once
+# more. (Back they need not: nothing reads the sum a second time.)
+
+# %%
+model_64 = compiled["model"]
+fig, (left, right) = plots.figure(8.6, 3.3, columns=2)
+big = [c for c in model_64["collectives"] if c["bytes"] >= 1e9]
+for place, c in enumerate(big):
+    left.barh(place - 0.2, c["bytes"] / 1e9, height=0.36, color=plots.expert_color(0))
+    left.barh(
+        place + 0.2, (c["predicted"] or 0) / 1e9, height=0.36, color=plots.FAINT, edgecolor=plots.INK, lw=0.6
+    )
+left.barh(0, 0, color=plots.expert_color(0), label="compiled")
+left.barh(0, 0, color=plots.FAINT, edgecolor=plots.INK, lw=0.6, label="formula")
+left.set(
+    yticks=range(len(big)),
+    yticklabels=[f"{c['kind']}\n{c['axis']}" for c in big],
+    xlabel="GB sent by a GPU in a step",
+)
+left.invert_yaxis()
+left.legend(frameon=False, loc="lower right")
+parts = {
+    "state": model_64["state_bytes_per_gpu"],
+    "temporary": model_64["temp_bytes_per_gpu"],
+    "reserve": model_64["reserved_bytes"],
+}
+at = 0.0
+for color, (name, size) in enumerate(parts.items()):
+    right.bar(0, size / 1e9, bottom=at, width=0.5, color=plots.expert_color(2 + color), label=name)
+    right.text(0, at + size / 2e9, f"{name} {size / 1e9:.0f}", ha="center", va="center", fontsize=9)
+    at += size / 1e9
+right.axhline(model_64["device_bytes"] / 1e9, color=plots.INK, lw=1.2, ls="--")
+right.annotate("a GB200 has", (0.3, model_64["device_bytes"] / 1e9 + 3), fontsize=9)
+right.set(ylabel="GB of a GPU", xticks=[], xlim=(-0.5, 0.9))
+plots.show(fig, "DeepSeek-V3 on 64 GB200s, compiled and never run: what is sent, and what is needed")
+
+# %% [markdown]
+# ### Does it fit?
+#
+# State is arithmetic: weights and two moments in float32, cut over the GPUs. Temporary is XLA's plan, good to some 10 GB.
+# In neither are NCCL's buffers, the CUDA context, library workspaces and fragmentation, so a reserve of 12 GB stays free.
+
+# %%
+need = sum(parts.values()) / 1e9
+have = model_64["device_bytes"] / 1e9
+print(f"{need:.0f} GB of {have:.0f}, reserve included: {'fits' if model_64['fits'] else 'does not fit'}")
+predict(
+    "GB of state for each of 64 GPUs: 671.0 billion parameters, 12 bytes each",
+    ### BEGIN ANSWER
+    671.026e9 * 12 / 64 / 1e9,
+    ### END ANSWER
+    measured=model_64["state_bytes_per_gpu"] / 1e9,
+    unit="GB",
+    within=0.01,
+)
+
+# %% [markdown]
+# ### Question 09.q5
+#
+# A configuration needs 309 GB on a GPU that has 198. What does the compiler do?
+#
+# **a** it refuses: out of memory · **b** it compiles, and says so in a line of its log at most · **c** it compiles, and
+# the program runs slowly
+
+# %%
+quiz(
+    "09.q5",
+    ### BEGIN ANSWER
+    "b",
+    ### END ANSWER
+)
+
+# %% [markdown]
+# ## The Transformer Engine way
+#
+# TE's GEMMs are custom calls: XLA and JAX see a name, operands and results, and nothing inside. That changes three things
+# of this chapter. **Not run here**; names are those of TE 2.20.2.
+#
+# | here | with TE |
+# |---|---|
+# | sizes are data | `grouped_gemm` V2 reads them on the device; V1 copies them to the host, and JAX's caller cannot see which ran |
+# | no trip to the host | `NVTE_JAX_ENFORCE_V2_GROUPED_GEMM=1`: V2, or an error that says why not |
+# | one graph | V2 is marked for command buffers; the calls of expert parallelism are not |
+# | `dots_saveable` and its kin | do not see TE's GEMMs: everything would be computed again |
+# | keep a GEMM's result | `transformer_engine.jax.checkpoint_policies.te_gemms_saveable`, and `checkpoint_dots_and_te_gemms` |
+# | keep by name | `checkpoint_name=` of a quantiser names the *quantised* tensor: 8 bits kept, and no quantiser run twice |
+# | FLOPs of the text | a custom call has none in it: add them by formula |
+#
+# ```python
+# from transformer_engine.jax import checkpoint_policies as te_policies
+#
+# names = jax.checkpoint_policies.save_only_these_names("attention_out", "moe_expert_hidden")
+# policy = jax.checkpoint_policies.save_from_both_policies(names, te_policies.te_gemms_saveable)
+# layer = jax.checkpoint(layer, policy=policy)
+# ```
+#
+# The published run (NVIDIA's blog, 14 September 2026) offloads its two largest named tensors to the host and records
+# fusions, cuBLAS and cuDNN calls in command buffers.
+#
+# ## Bug museum
+#
+# ### Exhibit 1: a name that nothing has
+#
+# Modelled on AI-Hypercomputer/maxtext #4005: a policy listed names that the model's tensors did not carry. Mending names
+# and shardings took a run from 120 to 360 TFLOP/s, as its authors report. Nothing had warned. Here is a layer whose tensor
+# is called `moe_mlpwi_0`, and three policies.
+
+
+# %%
+def museum_layer(w, x):
+    wide = checkpoint_name(x @ w["up"], "moe_mlpwi_0")
+    return x + jnp.sin(wide) @ w["down"]
+
+
+def museum_loss(policy):
+    return lambda w, x: jnp.sin(jax.checkpoint(museum_layer, policy=policy)(w, x)).sum()
+
+
+check_names = yours("09.6", package_lost)
+for names in (["moe_mlpwi_0"], ["mlpwi_0"], ["moe_mlpwi_0", "moe_mlpwo"]):
+    policy = keep(*names)
+    kept_now = residuals(jax.checkpoint(museum_layer, policy=policy), w, x)
+    print(
+        f"asked for {', '.join(names):<24} kept {len(kept_now)}, lost {check_names(museum_loss(policy), names, w, x)}"
+    )
+
+# %% [markdown]
+# ### Question 09.q6
+#
+# How would you notice the second one, without the check?
+#
+# **a** a warning when it is traced · **b** a loss that differs · **c** memory below the plan, FLOPs above it
+
+# %%
+quiz(
+    "09.q6",
+    ### BEGIN ANSWER
+    "c",
+    ### END ANSWER
+)
+
+# %% [markdown]
+# ### Exhibit 2: compiled twice
+#
+# Modelled on google-deepmind/optax #1440, whose author lost eight seconds at the second step of every run. An optimizer
+# keeps a running average of the loss.
+
+
+# %%
+@jax.jit
+def museum_step(state, loss, rate):
+    exhibit_traces.append(state["average"])
+    average = 0.9 * state["average"] + 0.1 * loss
+    return {"average": average, "count": state["count"] + 1}, rate * average
+
+
+exhibit_traces, counts = [], []
+museum_state = {"average": jnp.asarray(0.0), "count": jnp.int32(0)}
+for number in range(5):
+    museum_state, _ = museum_step(museum_state, jnp.float32(3.0 - number), jnp.float32(0.1))
+    counts.append(len(exhibit_traces))
+print("traces after each of five steps:", counts)
+
+# %% [markdown]
+# ### Question 09.q7
+#
+# What is it that differs between the first step and the second?
+#
+# **a** the average's weak type · **b** the learning rate · **c** the count
+
+# %%
+quiz(
+    "09.q7",
+    ### BEGIN ANSWER
+    "a",
+    ### END ANSWER
+)
+
+# %% [markdown]
+# ## What changed in the package
+#
+# - `train/step.py` is one compiled function with a donated state, its shardings the same going in and coming out; what a
+#   step decides (overflow, NaN) it decides on the device. A test asks for one cache entry after many steps.
+# - `train/loop.py` reads a step's flags one step late, goes up a bucket when it must, and reports how many programs a run
+#   compiled.
+# - `layers/stack.py` scans over stacked layers, so that depth costs no compile time; its `recompute` takes names.
+# - `layers/block.py` and `experts.py` name what is worth keeping, before the activation; `models/deepseek.py` lists the
+#   policies, and tests assert what they keep.
+# - `aot/` is `moe-course compile`: your two readers with all the cases that XLA has, formulas beside the program, memory
+#   with a margin.
+#
+# ## Further reading
+#
+# - Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174: recomputation.
+# - Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198: what is worth keeping.
+# - GSPMD, arXiv 2105.04663: one program, a sharding for each tensor, collectives from both.
+# - Operator Fusion in XLA: Analysis and Evaluation, arXiv 2301.13062.
+# - Scalable Training of Mixture-of-Experts Models with Megatron Core, arXiv 2603.07685: CUDA graphs around ragged experts.
+# - JAX's documentation: ahead-of-time lowering, buffer donation, gradient checkpointing, host offloading.
+#
+# Next: 10, where bytes and FLOPs become a plan for 1,024 GPUs.

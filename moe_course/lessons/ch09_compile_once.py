@@ -291,6 +291,16 @@ QUIZZES = (
     ),
     Quiz(
         "09.q5",
+        "b",
+        {
+            "a": "The compiler plans memory and does not refuse. Plans of 309 GB for a GPU of 198 GB were compiled.",
+            "b": "Compiling is not fitting. Compare the plan with the device yourself, and leave room for what is not in "
+            "it: communication buffers, workspaces, fragmentation.",
+            "c": "Nothing ran. On a GPU the allocation would fail, at the first step.",
+        },
+    ),
+    Quiz(
+        "09.q6",
         "c",
         {
             "a": "No policy looks for its names. A name that nothing carries matches nothing, and that is allowed.",
@@ -300,23 +310,13 @@ QUIZZES = (
         },
     ),
     Quiz(
-        "09.q6",
+        "09.q7",
         "a",
         {
             "a": "The state comes in weakly typed, once, and goes out as a float32 array: the second call differs from the "
             "first, the third does not. jnp.float32(0) at the start cures it.",
             "b": "The learning rate is an argument, a float32 array in each call.",
             "c": "A number that changes is data. Only shapes, dtypes, weak types, trees, shardings and static values count.",
-        },
-    ),
-    Quiz(
-        "09.q7",
-        "b",
-        {
-            "a": "The compiler plans memory and does not refuse. Plans of 309 GB for a GPU of 198 GB were compiled.",
-            "b": "Compiling is not fitting. Compare the plan with the device yourself, and leave room for what is not in "
-            "it: communication buffers, workspaces, fragmentation.",
-            "c": "Nothing ran. On a GPU the allocation would fail, at the first step.",
         },
     ),
 )
