@@ -38,7 +38,6 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -47,13 +46,12 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_course.bench import recorded
 from moe_course.dispatch.plan import DispatchPlan, bucket_capacity
 from moe_course.layers.moe import MoE
-from moe_course.lessons import check, plots, predict, quiz, rounded, yours
+from moe_course.lessons import check, plots, predict, quiz, yours
 from moe_course.models import deepseek
 from moe_course.models.config import DEEPSEEK_V3, ModelConfig
 from moe_course.parallel import MeshConfig, batch_sharding, make_mesh, tree_shardings
@@ -120,9 +118,17 @@ check("09.1", traced)  # stuck? hint("09.1"), up to four times
 
 # %%
 def package_traced(fn, calls, static=()):
-    runs, step = [], None
-    step = jax.jit(lambda *args: (runs.append(None), fn(*args))[1], static_argnums=static)
-    return [bool(len(runs) < (step(*args), len(runs))[1]) for args in calls]
+    runs = []
+
+    def noting(*args):
+        runs.append(None)
+        return fn(*args)
+
+    step, totals = jax.jit(noting, static_argnums=static), [0]
+    for args in calls:
+        step(*args)
+        totals.append(len(runs))
+    return np.diff(totals).astype(bool).tolist()
 
 
 compilations = []
@@ -266,7 +272,7 @@ predict(
 
 # %%
 fig, (left, right) = plots.figure(8.0, 2.7, columns=2)
-for color, (name, sizes) in enumerate(ways.items()):
+for color, sizes in enumerate(ways.values()):
     programs = [len(set(sizes[: n + 1])) for n in range(len(sizes))]
     left.plot(range(1, 1001), programs, color=plots.expert_color(color), lw=2.2)
     padding = 100 * (1 - sum(lengths) / sum(sizes))
@@ -483,8 +489,8 @@ quiz(
 # |---|---|---|
 # | copied token counts to the host, to size buffers | a copy to the host cannot be captured | NVIDIA/Megatron-LM #1598 |
 # | `.item()` in the optimizer, for a number in a log | capture aborts: operation not permitted | NVIDIA/Megatron-LM #7407 |
-# | forgot the static capacity after the first step | the replay falls back to dynamic sizes and waits for the host | NVIDIA/Megatron-LM #6999 |
-# | marked a library call as fit for recording | for a while the mark had no effect, and the graph ended there | openxla/xla #14889 |
+# | forgot the static capacity after one step | replays take dynamic sizes and wait for the host | NVIDIA/Megatron-LM #6999 |
+# | marked a library call as fit for recording | the mark had no effect, and the graph ended there | openxla/xla #14889 |
 # | gave a step other buffers than the last one | the graph knows addresses: it is recorded again | openxla/xla #41259 |
 #
 # Static shapes, sizes on the device, a donated state that keeps its place: what makes a step compile once makes it
@@ -665,7 +671,7 @@ for name, policy in {
 
 
 # %%
-def products_again(policy, loss=None):
+def products_again(policy):
     """Matrix products of the backward pass beyond its own four, per layer."""
     layer = jax.checkpoint(feed_forward, policy=policy)
     found = walk(jax.grad(lambda w, x: jnp.sin(layer(w, x)).sum(), argnums=(0, 1)), w, x)
@@ -1085,8 +1091,7 @@ check("09.9", layer_bytes)  # stuck? hint("09.9")
 
 # %%
 def package_bytes(tokens, d_model, d_ff, num_experts, top_k, ranks, fsdp, factor, width):
-    rows = bucket_capacity(0, factor, tokens, top_k, num_experts, 10**9) if ranks == 0 else 0
-    rows = ranks * math.ceil(factor * tokens * top_k / ranks)
+    rows = bucket_capacity(0, factor, tokens, top_k, num_experts, ranks)
     expert = 3 * d_model * d_ff * width
     gathered = (num_experts // ranks + 1) * expert * (fsdp > 1)
     return {"all-to-all": rows * (2 * d_model * width + 4) + 4 * num_experts, "all-gather": gathered}
@@ -1309,11 +1314,11 @@ quiz(
 #
 # | here | with TE |
 # |---|---|
-# | sizes are data | `grouped_gemm` V2 reads them on the device; V1 copies them to the host, and JAX's caller cannot see which ran |
+# | sizes are data | `grouped_gemm` V2 reads them on the device; V1 copies them to the host, and is taken silently |
 # | no trip to the host | `NVTE_JAX_ENFORCE_V2_GROUPED_GEMM=1`: V2, or an error that says why not |
 # | one graph | V2 is marked for command buffers; the calls of expert parallelism are not |
 # | `dots_saveable` and its kin | do not see TE's GEMMs: everything would be computed again |
-# | keep a GEMM's result | `transformer_engine.jax.checkpoint_policies.te_gemms_saveable`, and `checkpoint_dots_and_te_gemms` |
+# | keep a GEMM's result | `te_gemms_saveable` or `checkpoint_dots_and_te_gemms`, of `te.jax.checkpoint_policies` |
 # | keep by name | `checkpoint_name=` of a quantiser names the *quantised* tensor: 8 bits kept, and no quantiser run twice |
 # | FLOPs of the text | a custom call has none in it: add them by formula |
 #
