@@ -71,8 +71,8 @@ from moe_course.routing import RouterConfig
 print(jax.make_jaxpr(lambda x, s: x * s + 1)(jnp.zeros(8), 0.1))
 
 # %% [markdown]
-# `s:f32[]` stands there without the 0.1. (Weakly typed, or it would say so: look for `weak_type` in `jax.make_jaxpr`'s
-# `in_avals`.)
+# `b:f32[]` stands where 0.1 was, and 0.1 is nowhere. The first equation makes an ordinary float32 of it, since a Python
+# number comes in weakly typed.
 #
 # ## Exercise 09.1: who traces
 #
@@ -113,7 +113,7 @@ def traced(fn, calls, static=()):
 check("09.1", traced)  # stuck? hint("09.1"), up to four times
 
 # %% [markdown]
-# For compilations JAX tells whoever listens. Here are the eight calls, with both counts.
+# For compilations JAX tells whoever listens. Here are the eight calls, for your two numbers.
 
 
 # %%
@@ -159,8 +159,6 @@ for arguments in calls.values():
     before = len(compilations)
     step(*arguments)
     compiling.append(len(compilations) > before)
-for name, trace, compilation in zip(calls, tracing, compiling, strict=True):
-    print(f"{name:<27}{'trace' if trace else '-':<8}{'compile' if compilation else '-'}")
 
 # %%
 predict(
@@ -178,13 +176,19 @@ predict(
     measured=sum(compiling),
 )
 
+# %%
+for name, trace, compilation in zip(calls, tracing, compiling, strict=True):
+    print(f"{name:<27}{'trace' if trace else '-':<8}{'compile' if compilation else '-'}")
+print("entries in the cache of the dispatcher:", step._cache_size())
+
 # %% [markdown]
-# Read the table again, slowly. 0.1 and `np.float32(0.1)` are two programs: the first is weakly typed, and times a
+# Read the table twice. 0.1 and `np.float32(0.1)` are two programs: the first is weakly typed, and times a
 # bfloat16 array it gives bfloat16, where the second gives float32. The array on device 1 was not traced and yet compiled:
 # whoever counts traces alone does not see it. A mesh in the sharding is new to the trace as well.
 #
-# A third counter, `step._cache_size()`, counts what the dispatcher has seen. It is larger than both, so a run that finds 1
-# there has certainly compiled once; the package's tests ask for that.
+# The third counter, `step._cache_size()`, counts the kinds of arguments that the dispatcher has seen, and to it a NumPy
+# scalar and a JAX scalar are two. It is never less than the compilations, so a run that finds 1 there has compiled once;
+# the package's tests ask for that.
 #
 # When a run compiles and you do not know why, `jax.config.update("jax_explain_cache_misses", True)` names the argument
 # that differs. The usual suspects, with what to do:
