@@ -1237,6 +1237,10 @@ predict(
 )
 
 # %% [markdown]
+# To the byte again, on another compiler. Two lines have no formula, and so somebody had to read the program: the all-reduce
+# over all GPUs is the gradient of the embedding, which the lookup scatters into a whole [129280, 7168] matrix on every GPU.
+# A reduce-scatter would send half as much. Such things are written in the text, and nowhere else.
+#
 # The whole model, 61 layers and 671 billion parameters, is the same command without `--layers 1`, and takes hardly longer:
 # 58 MoE layers are one body in a scan. Remat is full: each layer is computed twice, and so its tokens travel there once
 # more. (Back they need not: nothing reads the sum a second time.)
@@ -1277,22 +1281,25 @@ plots.show(fig, "DeepSeek-V3 on 64 GB200s, compiled and never run: what is sent,
 # %% [markdown]
 # ### Does it fit?
 #
-# State is arithmetic: weights and two moments in float32, cut over the GPUs. Temporary is XLA's plan, good to some 10 GB.
-# In neither are NCCL's buffers, the CUDA context, library workspaces and fragmentation, so a reserve of 12 GB stays free.
+# State is arithmetic: weights and two moments in float32, 12 bytes for each parameter. The routed experts, 58 layers of 256
+# with 3 · 7168 · 2048 numbers each, are cut over all 64 GPUs; the other 17.1 billion parameters over the 8 of `fsdp` alone,
+# so every expert rank holds them again. Temporary is XLA's plan, good to some 10 GB. In neither are NCCL's buffers, the CUDA
+# context, library workspaces and fragmentation: a reserve of 12 GB stays free.
 
 # %%
-need = sum(parts.values()) / 1e9
-have = model_64["device_bytes"] / 1e9
-print(f"{need:.0f} GB of {have:.0f}, reserve included: {'fits' if model_64['fits'] else 'does not fit'}")
 predict(
-    "GB of state for each of 64 GPUs: 671.0 billion parameters, 12 bytes each",
+    "GB of state for each of 64 GPUs",
     ### BEGIN ANSWER
-    671.026e9 * 12 / 64 / 1e9,
+    12 * (58 * 256 * 3 * 7168 * 2048 / 64 + 17.1e9 / 8) / 1e9,
     ### END ANSWER
     measured=model_64["state_bytes_per_gpu"] / 1e9,
     unit="GB",
     within=0.01,
 )
+
+# %%
+need, have = sum(parts.values()) / 1e9, model_64["device_bytes"] / 1e9
+print(f"{need:.0f} GB of {have:.0f}, reserve included: {'fits' if model_64['fits'] else 'does not fit'}")
 
 # %% [markdown]
 # ### Question 09.q5
