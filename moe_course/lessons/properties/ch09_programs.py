@@ -137,7 +137,9 @@ def nested(fn) -> int:
             lambda c, _: (jax.checkpoint(lambda c: jnp.exp(c) * 2)(c), None), x, None, length=3
         )[0]
 
-    why = "checkpoint holds a Jaxpr, scan a ClosedJaxpr, under names that differ. Both have .eqns: ask for that."
+    why = (
+        "Under which name a program stands differs from one primitive to the next. Whatever has .eqns is one."
+    )
     _equations(fn, looped, x, case="checkpoint in scan", why=why)
     return 2
 
