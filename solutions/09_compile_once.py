@@ -1237,9 +1237,10 @@ predict(
 )
 
 # %% [markdown]
-# To the byte again, on another compiler. Two lines have no formula, and so somebody had to read the program: the all-reduce
-# over all GPUs is the gradient of the embedding, which the lookup scatters into a whole [129280, 7168] matrix on every GPU.
-# A reduce-scatter would send half as much. Such things are written in the text, and nowhere else.
+# To the byte again, from another compiler. The package's formulas for the other lines were found by reading the program:
+# where a number had no formula, somebody looked for its instruction. So they learned that the all-reduce over all GPUs is
+# the gradient of the embedding, a whole [129280, 7168] matrix that every GPU sums and keeps. A reduce-scatter would send
+# half as much.
 #
 # The whole model, 61 layers and 671 billion parameters, is the same command without `--layers 1`, and takes hardly longer:
 # 58 MoE layers are one body in a scan. Remat is full: each layer is computed twice, and so its tokens travel there once
