@@ -1158,10 +1158,10 @@ last = max(run for run, *_ in events)
 shown = [event for event in events if event[0] == last]
 begin = min(start for _, _, start, _, _ in shown)
 fig, ax = plots.figure(8.0, 3.2)
-for _, device, start, length, instruction in shown:
-    if stage := stage_of.get(instruction):
-        ax.barh(device, length, left=start - begin, color=plots.expert_color(stages.index(stage)), height=0.8)
 for number, stage in enumerate(stages):
+    for device in range(8):
+        bars = [(t - begin, ms) for _, d, t, ms, name in shown if d == device and stage_of.get(name) == stage]
+        ax.broken_barh(bars, (device - 0.4, 0.8), color=plots.expert_color(number))
     ax.barh(0, 0, color=plots.expert_color(number), label=stage)
 ax.legend(frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 0.98), fontsize=9)
 ax.set(xlabel="ms (eight simulated devices share one CPU)", ylabel="device", yticks=range(8))
