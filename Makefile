@@ -21,8 +21,8 @@ train: venv  ## train the tiny preset on 8 simulated devices and write a report 
 test: venv  ## all tests that need neither a GPU nor the parity extra
 	$(PYTEST) -m "not parity and not gpu" $(ARGS) $(TESTS)
 
-test-quick: venv  ## the same without slow tests and notebooks (under 3 minutes)
-	$(PYTEST) -m "not parity and not gpu and not slow" --ignore tests/notebooks $(ARGS) $(TESTS)
+test-quick: venv  ## the same without slow and thorough tests and notebooks (about 8 minutes on two cores)
+	$(PYTEST) -m "not parity and not gpu and not slow and not thorough" --ignore tests/notebooks $(ARGS) $(TESTS)
 
 test-parity:  ## compare with Hugging Face, torchao and gfloat, in .venv-parity (downloads PyTorch)
 	@scripts/make-venv .venv-parity data,dev,parity

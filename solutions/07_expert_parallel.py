@@ -1179,8 +1179,11 @@ quiz(
 # it; one suite of tests for all.
 #
 # - `all_to_all.py` is your padded exchange, `ragged.py` your chunks, one for each expert rather than each rank: rows land
-#   in expert order and nothing is sorted a second time. `dedup.py` sends each rank once, over ragged chunks.
-#   `all_gather.py` addresses nothing: every rank sees every token.
+#   in expert order and nothing is sorted a second time. `all_gather.py` addresses nothing: every rank sees every token.
+# - `hop.py` sends each owner once, over ragged chunks; `dedup.py` is one hop, to ranks, and `hierarchical.py` two, to
+#   nodes and then to ranks (`MeshConfig(nodes=...)`).
+# - `waves.py` cuts a batch in parts, so that one part may travel while another is computed; a test reads from the
+#   compiled program that nothing forbids it, and that the shared expert waits for no exchange.
 # - `exchange.py` has your four arguments, their way back, and a gradient which is that way back.
 # - `plan.py` is your bucket rule; the loop that obeys it is in `train/loop.py`.
 # - `ledger.py` keeps the books, and says in words which pair of ranks lost what.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_course.bench.schedule import COLLECTIVES
 from moe_course.bench.timing import interleaved, median_ratio
 from moe_course.dispatch import DISPATCHERS, DispatchPlan, combine, dispatch
 from moe_course.dispatch.hierarchical import relay_rows
@@ -28,7 +29,7 @@ NUMBER = 4
 """Bytes of a float32 or int32, which is all that travels here."""
 _COLLECTIVE = re.compile(
     r"= (?P<shapes>\(.*?\)|\S+) "
-    r"(?P<kind>all-gather|all-to-all|reduce-scatter|all-reduce|collective-permute|ragged-all-to-all)"
+    rf"(?P<kind>{'|'.join(COLLECTIVES)})"
     r"(?P<start>-start)?\("
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+)(?P<bits>\d+)\w*\[(?P<sizes>[\d,]*)\]")

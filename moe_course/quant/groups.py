@@ -58,12 +58,6 @@ def take_rows(x: Float[Array, "rows d"], source: Int[Array, "aligned"]) -> Float
     return x.at[source].get(mode="fill", fill_value=0)
 
 
-def untake_rows(aligned: Array, source: Int[Array, "aligned"], num_rows: int) -> Array:
-    """The inverse of :func:`take_rows`; rows that belong to no expert are 0."""
-    out = jnp.zeros((num_rows, *aligned.shape[1:]), aligned.dtype)
-    return out.at[source].set(aligned, mode="drop")
-
-
 def group_amax(x: Float[Array, "rows d"], groups: Groups) -> Float[Array, "experts"]:
     """Each expert's largest finite magnitude; 0 for one without rows. Rows past the last expert do not count."""
     bits = magnitude_bits(x)

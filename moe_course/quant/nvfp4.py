@@ -65,10 +65,10 @@ def quantize_nvfp4(
     )
 
 
-def finite_amax(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """The largest finite magnitude; 0 if there is none."""
+def finite_amax(x: Float[Array, "..."], axis: int | tuple[int, ...] | None = None) -> Float[Array, "..."]:
+    """The largest finite magnitude, of all or along ``axis``; 0 if there is none."""
     bits = magnitude_bits(x)
-    return from_bits(jnp.max(jnp.where(bits < INF_BITS, bits, jnp.uint32(0)), initial=jnp.uint32(0)))
+    return from_bits(jnp.max(jnp.where(bits < INF_BITS, bits, jnp.uint32(0)), axis, initial=jnp.uint32(0)))
 
 
 def hadamard_matrix() -> np.ndarray:

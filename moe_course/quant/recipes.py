@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from moe_course.quant.blocks import BlockScaled, dequantize
-from moe_course.quant.formats import INF_BITS, FormatName, Rounding, from_bits, magnitude_bits
+from moe_course.quant.formats import FormatName, Rounding
 from moe_course.quant.fp8 import (
     TILE,
     AmaxAlgorithm,
@@ -28,7 +28,7 @@ from moe_course.quant.fp8 import (
 )
 from moe_course.quant.groups import Groups, group_amax, of_row
 from moe_course.quant.mxfp8 import quantize_mxfp8
-from moe_course.quant.nvfp4 import hadamard, quantize_nvfp4
+from moe_course.quant.nvfp4 import finite_amax, hadamard, quantize_nvfp4
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Scaling = Literal["bf16", "current", "delayed", "mxfp8", "nvfp4", "tiles"]
@@ -264,8 +264,7 @@ def quantize_kernels(
 
 def kernel_amax(kernels: Float[Array, "experts d_in d_out"]) -> Float[Array, "experts"]:
     """Each expert's largest finite magnitude."""
-    bits = magnitude_bits(kernels)
-    return from_bits(jnp.max(jnp.where(bits < INF_BITS, bits, jnp.uint32(0)), (1, 2), initial=jnp.uint32(0)))
+    return finite_amax(kernels, (1, 2))
 
 
 def values(q: BlockScaled | Array) -> Float[Array, "..."]:

@@ -26,6 +26,8 @@ from tests.dispatch.dispatch_cases import (
 )
 from tests.oracle import assert_close, relative_error
 
+pytestmark = pytest.mark.thorough
+
 MESHES = [(1, 1, 4), (2, 2, 2)]
 FOUR = (1, 1, 4)
 

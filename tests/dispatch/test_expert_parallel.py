@@ -28,6 +28,8 @@ from tests import oracle
 from tests.dispatch.dispatch_cases import EXCHANGES, QUICK, SUMMED_DEMAND, mesh_for
 from tests.oracle import assert_close, relative_error
 
+pytestmark = pytest.mark.thorough
+
 D, F, E, K, T = 6, 4, 8, 2, 32
 MESHES = [(1, 1, 4), *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(2, 2, 2), (1, 1, 8)])]
 """An expert axis of 2, 4 and 8; beside that of 2 stand data and fsdp. That of one is what they are compared with."""

@@ -22,6 +22,8 @@ from moe_course.train.config import TrainConfig
 from tests.dispatch.dispatch_cases import EXCHANGES, QUICK, mesh_for
 from tests.oracle import assert_close
 
+pytestmark = pytest.mark.thorough
+
 D, F, E, K, T = 6, 4, 8, 2, 32
 SHAPE = (1, 1, 4)
 DOTS = ("dot", "ragged-dot")

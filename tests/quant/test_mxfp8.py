@@ -19,6 +19,8 @@ from moe_course.quant.formats import NAN_SCALE, format_of, magnitude_bits, share
 from tests.oracle import relative_error
 from tests.quant.golden import GOLDEN, ROUNDINGS, expected, floats, is_subnormal, matrix
 
+pytestmark = pytest.mark.thorough
+
 VECTORS = [vector["id"] for vector in GOLDEN["mxfp8"]]
 EXPONENTS = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
 RAISE = {"e4m3": 1.75, "e5m2": 1.75, "e2m1": 1.5}

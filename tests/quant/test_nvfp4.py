@@ -13,6 +13,8 @@ from moe_course.quant.nvfp4 import hadamard_matrix
 from tests.oracle import relative_error
 from tests.quant.golden import GOLDEN, digits, floats
 
+pytestmark = pytest.mark.thorough
+
 quantize = jax.jit(quantize_nvfp4, static_argnames=("axis", "square"))
 dequantize = jax.jit(quant.dequantize, static_argnums=1)
 TOP = 448 * 6

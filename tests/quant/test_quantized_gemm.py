@@ -30,6 +30,8 @@ from moe_course.quant import (
 )
 from tests import oracle
 
+pytestmark = pytest.mark.thorough
+
 SIZES = np.array([5, 0, 33, 26], np.int32)
 ROWS, D, F = 74, 48, 40  # ten rows in the tail; no dimension is a multiple of 32
 PLAIN_NVFP4 = NVFP4(stochastic_rounding=False)

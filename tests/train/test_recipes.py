@@ -19,6 +19,8 @@ from moe_course.routing import RouterConfig
 from moe_course.train.config import OptimizerConfig, TrainConfig
 from moe_course.train.step import abstract_state, batch_loss, dispatch_plan, init_state, make_train_step
 
+pytestmark = pytest.mark.thorough
+
 MODEL = ModelConfig(
     d_model=32, num_layers=3, num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
     v_head_dim=8, d_ff_dense=48, d_ff=16, num_experts=4, top_k=2, mtp_depth=1,
