@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from moe_course.interop.hf_config import config_from_hf
 from moe_course.interop.huggingface import export_model, import_model
+from moe_course.interop.names import path_of
 from moe_course.models import deepseek
-from moe_course.models.deepseek import shifted_targets, token_losses
+from moe_course.models.deepseek import DeepSeekLM, shifted_targets, token_losses
 from tests.oracle import assert_close
 from tests.parity.peers import MARKS, torch, transformers
 
@@ -98,14 +101,18 @@ def their_logits(model, tokens):
 
 def our_output(imported, tokens, segments=None):
     model = deepseek.merger(imported.config)(imported.params, imported.bias)
-    return jax.jit(lambda t, s: model(t, s))(
-        tokens, np.zeros_like(tokens) if segments is None else segments
-    )
+    return jax.jit(lambda t, s: model(t, s))(tokens, np.zeros_like(tokens) if segments is None else segments)
 
 
-def rounding_terms(config) -> int:
-    """Sums that rounding passes through from an embedding to a logit: each layer's widest product, one on the other."""
-    return config.num_layers * max(config.d_model, config.d_ff_dense, SEQ)
+def rounding_terms(config, modules: int = 0) -> int:
+    """Terms of all the sums on the way from an embedding to a logit: rounding errors of each pass through the next."""
+    c = config
+    feed_forward = 2 * c.d_model + max(c.d_ff_dense, c.num_shared_experts * c.d_ff)  # norm, gate and up, down
+    keys = (
+        2 * c.d_model + 2 * c.kv_lora_rank + c.qk_nope_head_dim + c.qk_rope_head_dim
+    )  # norms, products, scores
+    layer = keys + SEQ + c.num_heads * c.v_head_dim + feed_forward
+    return (c.num_layers + modules) * layer + modules * 3 * c.d_model + 2 * c.d_model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,7 +127,7 @@ def test_logits_and_loss_equal(name, tmp_path):
     assert_close(ours.logits, their_logits(theirs, tokens[:, :-1]), jnp.float32, terms, "logits")
 
     targets, valid = shifted_targets(jnp.asarray(tokens), jnp.zeros_like(tokens), 1)
-    loss = float(jnp.where(valid, token_losses(ours.logits, targets), 0).sum() / valid.sum())
+    loss = np.asarray(token_losses(ours.logits, targets))[np.asarray(valid)].mean()
     labels = torch.from_numpy(tokens).long()
     with torch.no_grad():
         theirs_loss = float(theirs(labels, labels=labels, use_cache=False).loss)
@@ -128,15 +135,53 @@ def test_logits_and_loss_equal(name, tmp_path):
 
     export_model(tmp_path / "ours", *imported, max_shard_bytes=20_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 3
-    again = transformers.DeepseekV3ForCausalLM.from_pretrained(
-        tmp_path / "ours", attn_implementation="eager"
-    )
+    again = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     if name != "rotary dimensions in halves":  # we write them interleaved
         state = again.state_dict()
         assert state.keys() == theirs.state_dict().keys()
         for key, tensor in theirs.state_dict().items():
             assert torch.equal(tensor, state[key]), key
     assert_close(their_logits(again, tokens), their_logits(theirs, tokens), jnp.float32, terms, "exported")
+
+
+def test_mtp_modules_equal(tmp_path):
+    """Of depth 2, with YaRN and groups: our weights written out, run by transformers' module for drafting tokens."""
+    changes = MODELS["all"] | {"num_nextn_predict_layers": 2}
+    config = config_from_hf(transformers.DeepseekV3Config(**BASE | changes).to_dict())
+    _, params, bias = deepseek.split(DeepSeekLM(config, rngs=nnx.Rngs(params=3)))
+    rng = np.random.default_rng(0)
+
+    def disturb(keys, leaf):
+        is_vector = path_of(keys).endswith(("scale", "bias"))
+        return leaf + jnp.float32(0.3) * rng.standard_normal(leaf.shape, np.float32) if is_vector else leaf
+
+    params, bias = (jax.tree_util.tree_map_with_path(disturb, tree) for tree in (params, bias))
+    export_model(tmp_path, config, params, bias)
+    again = import_model(tmp_path)
+    assert again.config == config
+    trees = [jax.tree.leaves(tree) for tree in ((params, bias), again[1:])]
+    assert all(np.array_equal(a, b) for a, b in zip(*trees, strict=True))
+
+    theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    theirs._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{config.num_layers + d}\..*" for d in (0, 1)
+    ]
+    module = MtpModel.from_pretrained(theirs).eval()
+    tokens = random_tokens(2)
+    ours = our_output(again, tokens)
+    ids, cache = torch.from_numpy(tokens).long(), MtpCache(config=module.config)
+    with torch.no_grad():
+        hidden = theirs.model(ids, use_cache=False).last_hidden_state
+        for depth in range(2):
+            hidden = hidden[:, : SEQ - 1 - depth]
+            positions = torch.arange(depth + 1, SEQ)[None]
+            hidden = module.forward_layer(depth, hidden, positions, cache, input_ids=ids[:, depth + 1 :])
+            logits = theirs.lm_head(hidden).numpy()
+            terms = rounding_terms(config, depth + 1)
+            got = ours.mtp_logits[depth][:, : SEQ - 1 - depth]
+            assert_close(got, logits, jnp.float32, terms, f"depth {depth + 1}")
+            with pytest.raises(AssertionError, match="rounding explains"):  # the other module's
+                assert_close(ours.mtp_logits[1 - depth][:, : SEQ - 1 - depth], logits, jnp.float32, terms)
 
 
 def test_the_comparison_notices_what_it_should(tmp_path):
