@@ -108,6 +108,7 @@ def _load_array(
                 values = _read(checkpoint, piece, *found[1:], block)
                 values = values.reshape((1,) * len(piece.at) + values.shape)
                 part = _fill(part, jax.device_put(values, device), found[0])
+                part.block_until_ready()  # or tensors queue up on the host
         parts.append(part)
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 

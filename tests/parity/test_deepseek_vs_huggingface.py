@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from moe_course.interop.huggingface import export_model, import_model
 from moe_course.interop.names import path_of
 from moe_course.models import deepseek
 from moe_course.models.deepseek import DeepSeekLM, shifted_targets, token_losses
-from tests.oracle import assert_close
+from tests.oracle import assert_close, path_terms
 from tests.parity.peers import MARKS, torch, transformers
 
 with warnings.catch_warnings():
@@ -99,20 +100,38 @@ def their_logits(model, tokens):
         return model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
 
 
+def random_weights(config, seed):
+    """Ours, with vectors that are neither ones nor zeros."""
+    _, params, bias = deepseek.split(DeepSeekLM(config, rngs=nnx.Rngs(params=seed)))
+    rng = np.random.default_rng(seed)
+
+    def disturb(keys, leaf):
+        is_vector = path_of(keys).endswith(("scale", "bias"))
+        return leaf + jnp.float32(0.3) * rng.standard_normal(leaf.shape, np.float32) if is_vector else leaf
+
+    return tuple(jax.tree_util.tree_map_with_path(disturb, tree) for tree in (params, bias))
+
+
+def their_logits_and_drafts(folder, tokens):
+    """(logits, those of each MTP module) of the model in a folder; a module's are of the positions it has a token for."""
+    theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    layers, seq = theirs.config.num_hidden_layers, tokens.shape[1]
+    theirs._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.({layers}|{layers + 1})\..*"]
+    module = MtpModel.from_pretrained(theirs).eval()
+    ids, cache, drafts = torch.from_numpy(tokens).long(), MtpCache(config=module.config), []
+    with torch.no_grad():
+        hidden = theirs.model(ids, use_cache=False).last_hidden_state
+        for depth in range(theirs.config.num_mtp_layers):
+            positions = torch.arange(depth + 1, seq)[None]
+            hidden = hidden[:, : seq - 1 - depth]
+            hidden = module.forward_layer(depth, hidden, positions, cache, input_ids=ids[:, depth + 1 :])
+            drafts.append(theirs.lm_head(hidden).numpy())
+    return their_logits(theirs, tokens), drafts
+
+
 def our_output(imported, tokens, segments=None):
     model = deepseek.merger(imported.config)(imported.params, imported.bias)
     return jax.jit(lambda t, s: model(t, s))(tokens, np.zeros_like(tokens) if segments is None else segments)
-
-
-def rounding_terms(config, modules: int = 0) -> int:
-    """Terms of all the sums on the way from an embedding to a logit: rounding errors of each pass through the next."""
-    c = config
-    feed_forward = 2 * c.d_model + max(c.d_ff_dense, c.num_shared_experts * c.d_ff)  # norm, gate and up, down
-    keys = (
-        2 * c.d_model + 2 * c.kv_lora_rank + c.qk_nope_head_dim + c.qk_rope_head_dim
-    )  # norms, products, scores
-    layer = keys + SEQ + c.num_heads * c.v_head_dim + feed_forward
-    return (c.num_layers + modules) * layer + modules * 3 * c.d_model + 2 * c.d_model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -122,7 +141,7 @@ def test_logits_and_loss_equal(name, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     imported = import_model(tmp_path / "theirs")
     tokens = random_tokens(1, SEQ + 1)
-    terms = rounding_terms(imported.config)
+    terms = path_terms(imported.config, SEQ)
     ours = our_output(imported, tokens[:, :-1])
     assert_close(ours.logits, their_logits(theirs, tokens[:, :-1]), jnp.float32, terms, "logits")
 
@@ -148,40 +167,24 @@ def test_mtp_modules_equal(tmp_path):
     """Of depth 2, with YaRN and groups: our weights written out, run by transformers' module for drafting tokens."""
     changes = MODELS["all"] | {"num_nextn_predict_layers": 2}
     config = config_from_hf(transformers.DeepseekV3Config(**BASE | changes).to_dict())
-    _, params, bias = deepseek.split(DeepSeekLM(config, rngs=nnx.Rngs(params=3)))
-    rng = np.random.default_rng(0)
-
-    def disturb(keys, leaf):
-        is_vector = path_of(keys).endswith(("scale", "bias"))
-        return leaf + jnp.float32(0.3) * rng.standard_normal(leaf.shape, np.float32) if is_vector else leaf
-
-    params, bias = (jax.tree_util.tree_map_with_path(disturb, tree) for tree in (params, bias))
+    params, bias = random_weights(config, 3)
     export_model(tmp_path, config, params, bias)
     again = import_model(tmp_path)
     assert again.config == config
     trees = [jax.tree.leaves(tree) for tree in ((params, bias), again[1:])]
     assert all(np.array_equal(a, b) for a, b in zip(*trees, strict=True))
 
-    theirs = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    theirs._keys_to_ignore_on_load_unexpected = [
-        rf"model\.layers\.{config.num_layers + d}\..*" for d in (0, 1)
-    ]
-    module = MtpModel.from_pretrained(theirs).eval()
     tokens = random_tokens(2)
-    ours = our_output(again, tokens)
-    ids, cache = torch.from_numpy(tokens).long(), MtpCache(config=module.config)
-    with torch.no_grad():
-        hidden = theirs.model(ids, use_cache=False).last_hidden_state
-        for depth in range(2):
-            hidden = hidden[:, : SEQ - 1 - depth]
-            positions = torch.arange(depth + 1, SEQ)[None]
-            hidden = module.forward_layer(depth, hidden, positions, cache, input_ids=ids[:, depth + 1 :])
-            logits = theirs.lm_head(hidden).numpy()
-            terms = rounding_terms(config, depth + 1)
-            got = ours.mtp_logits[depth][:, : SEQ - 1 - depth]
-            assert_close(got, logits, jnp.float32, terms, f"depth {depth + 1}")
-            with pytest.raises(AssertionError, match="rounding explains"):  # the other module's
-                assert_close(ours.mtp_logits[1 - depth][:, : SEQ - 1 - depth], logits, jnp.float32, terms)
+    ours, (_, drafts) = our_output(again, tokens), their_logits_and_drafts(tmp_path, tokens)
+    for depth, logits in enumerate(drafts):
+        terms = path_terms(config, SEQ, depth + 1)
+        for module, got in enumerate(ours.mtp_logits):
+            close = partial(assert_close, got[:, : SEQ - 1 - depth], logits, jnp.float32, terms)
+            if module == depth:
+                close(f"depth {depth + 1}")
+            else:
+                with pytest.raises(AssertionError, match="rounding explains"):
+                    close()
 
 
 def test_the_comparison_notices_what_it_should(tmp_path):
@@ -191,7 +194,7 @@ def test_the_comparison_notices_what_it_should(tmp_path):
     tokens = random_tokens()
     want = their_logits(theirs, tokens)
     right = import_model(tmp_path)
-    terms = rounding_terms(right.config)
+    terms = path_terms(right.config, SEQ)
     assert_close(our_output(right, tokens).logits, want, jnp.float32, terms)
     config = json.loads((tmp_path / "config.json").read_text())
     no_yarn = {"rope_type": "default", "rope_theta": 100.0}
