@@ -248,7 +248,7 @@ def test_one_error_lists_all_that_is_missing_unexpected_or_wrong(stored, tmp_pat
         "wrong: model.norm.weight [17] instead of [16], lm_head.weight of dtype I32."
     )
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(RunError, match="and [0-9]+ more"):
+    with pytest.raises(RunError, match=r"and [0-9]+ more"):
         import_model(tmp_path)
 
 
@@ -274,5 +274,5 @@ def test_without_any_mtp_tensor_there_is_no_module(stored, tmp_path):
     imported = import_model(tmp_path)
     assert imported.config == replace(CONFIG, mtp_depth=0)
     assert_same(imported.params["layers"], weights[0]["layers"])
-    with pytest.raises(RunError, match="there is no config.json"):
+    with pytest.raises(RunError, match=r"there is no config.json"):
         import_model(tmp_path / "elsewhere")

@@ -66,6 +66,6 @@ def test_what_a_family_does_not_have_is_told(tmp_path):
         dict(moe_layer_tensors(biased, "qwen3_moe", 0))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
-        RunError, match="model_type 'llama'. MoE layers come from deepseek_v3, qwen3_moe, mixtral"
+        RunError, match=r"model_type 'llama'. MoE layers come from deepseek_v3, qwen3_moe, mixtral"
     ):
         import_moe_layer(tmp_path, 0)
