@@ -15,6 +15,7 @@ from moe_course.interop.huggingface import export_model, import_model
 from moe_course.interop.names import path_of
 from moe_course.models import deepseek
 from moe_course.models.deepseek import DeepSeekLM, shifted_targets, token_losses
+from tests.dispatch.dispatch_cases import QUICK
 from tests.oracle import assert_close, path_terms
 from tests.parity.peers import MARKS, torch, transformers
 
@@ -131,7 +132,9 @@ def their_logits_and_drafts(folder, tokens):
 
 def our_output(imported, tokens, segments=None):
     model = deepseek.merger(imported.config)(imported.params, imported.bias)
-    return jax.jit(lambda t, s: model(t, s))(tokens, np.zeros_like(tokens) if segments is None else segments)
+    return jax.jit(lambda t, s: model(t, s), compiler_options=QUICK)(
+        tokens, np.zeros_like(tokens) if segments is None else segments
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
