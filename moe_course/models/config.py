@@ -10,6 +10,9 @@ from typing import Literal
 
 from moe_course.errors import SettingError
 
+SCAN_FROM = 8
+"""So many layers of a kind, or more, are compiled as one loop unless told otherwise."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -20,7 +20,7 @@ from moe_course.layers.block import ATTENTION_OUT, MTP, Block
 from moe_course.layers.linear import Embedding, Linear, RMSNorm, SwiGLU
 from moe_course.layers.moe import ExpertBias, MoE, MoEStats
 from moe_course.layers.stack import apply_layers, layer_at, recompute, stack_layers
-from moe_course.models.config import ModelConfig
+from moe_course.models.config import SCAN_FROM, ModelConfig
 from moe_course.parallel import keep_tokens_sharded
 from moe_course.quant.recipes import Recipe
 from moe_course.routing import RouterConfig
@@ -99,11 +99,11 @@ class DeepSeekLM(nnx.Module):
         recipe: Recipe | None = None,
         key: Key[Array, ""] | None = None,
         remat: str = "none",
-        scan: bool = True,
+        scan_from: int = SCAN_FROM,
     ) -> ModelOutput:
         """``backend`` and ``recipe`` are those of the experts' grouped GEMMs, ``key`` what a recipe that rounds
-        stochastically needs: a new one each step. ``remat`` names an entry of :data:`REMAT`. Without ``scan``
-        the program repeats a layer for each of its kind: longer to compile, the same but for rounding."""
+        stochastically needs: a new one each step. ``remat`` names an entry of :data:`REMAT`. ``scan_from``
+        layers of a kind, or more, are one loop in the program, which is the same but for rounding."""
 
         def apply(module, hidden, index, *more):
             layer_key = None if key is None else jax.random.fold_in(key, index)
@@ -116,7 +116,9 @@ class DeepSeekLM(nnx.Module):
         told, index = [], 0
         for kind, number in _kinds(self.config):
             indices = jnp.arange(index, index + number)
-            hidden, of_kind = apply_layers(apply, self.layers[kind], hidden, indices, scan=scan)
+            hidden, of_kind = apply_layers(
+                apply, self.layers[kind], hidden, indices, scan=number >= scan_from
+            )
             told.append(of_kind)
             index += number
         hidden = self.norm(hidden)

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from moe_course.errors import SettingError
-from moe_course.models.config import ModelConfig
+from moe_course.models.config import SCAN_FROM, ModelConfig
 from moe_course.parallel import MeshConfig
 from moe_course.train.data import DataConfig
 
@@ -69,8 +69,9 @@ class TrainConfig:
     remat: Literal["none", "full", "attention", "experts"] = "none"
     """What of each layer is kept for the backward pass besides its input: none recomputes nothing, full recomputes
     all, attention keeps attention's output, experts that and what the experts' backward pass needs."""
-    scan_layers: bool = True
-    """Compile layers of a kind as one loop, so that depth costs no compile time; otherwise one by one."""
+    scan_from: int = SCAN_FROM
+    """So many layers of a kind, or more, are compiled as one loop, so that depth costs no compile time; fewer are
+    compiled one by one, which runs faster on a CPU."""
 
     eval_every: int = 200
     eval_bytes: int = 32_768
@@ -119,7 +120,7 @@ class TrainConfig:
         """The settings that decide the numbers. The rest (mesh, kernels, how often to save) may differ on
         resume."""
         free = (
-            "mesh devices dispatcher waves backend capacity_factor remat scan_layers eval_every eval_bytes final_eval_bytes "
-            "checkpoint_every keep_checkpoints"
+            "mesh devices dispatcher waves backend capacity_factor remat scan_from eval_every eval_bytes "
+            "final_eval_bytes checkpoint_every keep_checkpoints"
         ).split()
         return {name: value for name, value in asdict(self).items() if name not in free}

@@ -92,7 +92,7 @@ def batch_loss(model: DeepSeekLM, batch: dict, config: TrainConfig, plan: Dispat
     if recipe is not None and recipe.needs_key:
         key = jax.random.fold_in(jax.random.key(config.seed), step)
     experts = {"backend": config.backend, "recipe": recipe, "key": key}
-    how = {"remat": config.remat, "scan": config.scan_layers}
+    how = {"remat": config.remat, "scan_from": config.scan_from}
     out = model(tokens[:, :-1], segments[:, :-1], plan=plan, **experts, **how)
     targets, valid = shifted_targets(tokens, segments, 1)
     nats = jnp.where(valid, token_losses(out.logits, targets), 0.0)

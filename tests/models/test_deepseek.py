@@ -189,8 +189,15 @@ def program(config, **how) -> str:
 
 def test_the_program_does_not_grow_with_depth():
     few, many = replace(STACKS, mtp_depth=0), replace(STACKS, num_layers=12, num_dense_layers=4, mtp_depth=0)
-    assert len(program(many).splitlines()) < 1.01 * len(program(few).splitlines())
-    assert len(program(many, scan=False).splitlines()) > 1.5 * len(program(few, scan=False).splitlines())
+
+    def lines(config, scan_from):
+        return len(program(config, scan_from=scan_from).splitlines())
+
+    assert lines(many, 1) < 1.01 * lines(few, 1)
+    assert lines(many, 99) > 1.5 * lines(few, 99)
+    assert (
+        lines(many, 5) == lines(replace(many, num_layers=9), 5) > lines(many, 1)
+    )  # eight or five MoE layers, one loop
 
 
 def test_remat_recomputes_what_it_does_not_name():
