@@ -154,5 +154,5 @@ def _write_file(file: Path, specs: Mapping[str, Spec], source: Iterable[tuple[st
         for expected, spec in specs.items():
             name, array = next(source)
             assert (name, array.dtype, array.shape) == (expected, *spec), f"{name} in place of {expected}"
-            stream.write(np.ascontiguousarray(array).data)
+            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     beside.replace(file)

@@ -25,8 +25,9 @@ CONFIG = ModelConfig(
     num_groups=4, top_groups=2, mtp_depth=2, rope_factor=4.0, rope_original_length=64, scaled_init=False,
 )  # fmt: skip
 DIRECT = replace(
-    CONFIG, q_lora_rank=0, num_dense_layers=0, num_shared_experts=2, mtp_depth=0, rope_factor=1.0
-)
+    CONFIG, q_lora_rank=0, num_dense_layers=0, num_shared_experts=2, mtp_depth=0, rope_factor=1.0,
+    rope_original_length=4096,
+)  # fmt: skip
 
 
 def random_weights(config, dtype="float32"):
@@ -144,7 +145,7 @@ def stored(tmp_path_factory):
 def test_each_device_is_given_its_own_part_and_reads_no_more(stored, sizes, monkeypatch, tmp_path):
     folder, weights = stored
     mesh = make_mesh(MeshConfig(*sizes))
-    read, largest = [], []
+    read = []
 
     def counting(*args):
         values = honest(*args)
@@ -162,9 +163,8 @@ def test_each_device_is_given_its_own_part_and_reads_no_more(stored, sizes, monk
         ):
             assert leaf.sharding == sharding
             shards += sum(shard.data.size for shard in leaf.addressable_shards)
-            largest.append(leaf.size)
     assert sum(read) == shards
-    assert max(read) == CONFIG.vocab_size * CONFIG.d_model / sizes[1]
+    assert max(read) <= 2 * CONFIG.d_model**2  # the largest of their tensors, eh_proj
     export_model(tmp_path, *imported)  # from all devices
     assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
@@ -245,7 +245,7 @@ def test_one_error_lists_all_that_is_missing_unexpected_or_wrong(stored, tmp_pat
     assert str(error.value).endswith(
         "missing: model.layers.0.mlp.gate_proj.weight, model.layers.2.mlp.experts.3.up_proj.weight; "
         "unexpected: model.layers.9.mlp.up_proj.weight; "
-        "wrong: model.norm.weight [17] instead of [16], lm_head.weight of dtype I32."
+        "wrong: lm_head.weight of dtype I32, model.norm.weight [17] instead of [16]."
     )
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(RunError, match=r"and [0-9]+ more"):

@@ -53,7 +53,7 @@ def test_out_and_in_again_loses_no_bit(tmp_path, family):
         (again.router.bias, jnp.zeros(E)),
     ):
         np.testing.assert_array_equal(a[...], b[...])
-    with pytest.raises(RunError, match=rf"missing: {prefix}experts.0.{gate}.weight".replace("3", "2")):
+    with pytest.raises(RunError, match=rf"missing: .*{prefix}experts.0.{gate}.weight".replace("3", "2")):
         import_moe_layer(tmp_path, 2)
 
 

@@ -113,7 +113,7 @@ YARNS = {
     "DeepSeek-V3": (deepseek.yarn(DEEPSEEK_V3), 64, 10_000.0),
     "V2-Lite": (deepseek.yarn(DEEPSEEK_V2_LITE), 64, 10_000.0),
     "short": (Yarn(8.0, 16, 4.0, 0.5, 0.7, 1.3), 8, 100.0),
-    "all dimensions fast": (Yarn(4.0, 10**7), 8, 100.0),
+    "all dimensions fast": (Yarn(4.0, 21_000), 8, 100.0),
     "all dimensions slow": (Yarn(4.0, 4), 8, 100.0),
 }
 

@@ -22,7 +22,7 @@ from moe_course.train.config import TrainConfig
 from moe_course.train.step import abstract_state, make_train_step
 
 MODEL = ModelConfig(
-    vocab_size=320, d_model=48, num_layers=2, num_dense_layers=1, num_heads=2, q_lora_rank=24, kv_lora_rank=20,
+    vocab_size=320, d_model=48, num_layers=2, num_dense_layers=1, num_heads=2, q_lora_rank=24, kv_lora_rank=22,
     qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, d_ff_dense=112, d_ff=28, num_experts=4, top_k=2,
     compute_dtype="bfloat16",
 )  # fmt: skip
@@ -124,7 +124,7 @@ def test_broken_twins_are_noticed(tmp_path, monkeypatch, twin):
             gather = jax.custom_vjp(parallel._gather.fun, nondiff_argnums=(1, 2))
             gather.defvjp(parallel._gather_fwd, keeps_the_whole_gradient)
         monkeypatch.setattr(parallel, "_gather", gather)
-        return (x @ gather_weight(w, jnp.bfloat16)).astype(jnp.float32).sum()
+        return jnp.square((x @ gather_weight(w, jnp.bfloat16)).astype(jnp.float32)).sum()
 
     spec = NamedSharding(mesh, matrix_spec(shape, 4))
     w = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spec)
