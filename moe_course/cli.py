@@ -14,6 +14,7 @@ USAGE = """\
 usage: moe-course COMMAND [options]
 
   train      train a model, or continue a run      moe-course train --preset tiny
+  export-hf  a run as a Hugging Face folder        moe-course export-hf runs/tiny DIR
   progress   exercises passed, yours or a room's   moe-course progress [--all DIR]
   doctor     what is installed, what is missing    moe-course doctor [--gpu] [--json]
   bench      reproduce a measured claim            moe-course bench grouped-gemm --json
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     commands = {
         "train": _train,
+        "export-hf": _export_hf,
         "progress": _progress,
         "doctor": _doctor,
         "bench": _bench,
@@ -86,6 +88,19 @@ def _train(argv: list[str]) -> int:
     )
     finished = train(chosen.config, name, chosen.run, Console(highlight=False))
     return 0 if finished else INTERRUPTED
+
+
+def _export_hf(argv: list[str]) -> int:
+    from moe_course.interop.run import ExportOptions, export_run
+
+    chosen = tyro.cli(
+        ExportOptions,
+        args=argv,
+        prog="moe-course export-hf",
+        description="Write the newest checkpoint of a run.",
+    )
+    export_run(chosen, Console(highlight=False))
+    return 0
 
 
 def _take_preset(argv: list[str]) -> tuple[str, list[str]]:

@@ -41,6 +41,20 @@ def assert_close(actual, reference, dtype, reduction_length: int = 1, what: str 
     assert error <= limit, f"{what}: max|error|/max|reference| = {error:.3g}, rounding explains {limit:.3g}"
 
 
+def path_terms(config, seq: int, modules: int = 0) -> int:
+    """Terms of all the sums on a language model's longest way from an embedding to a logit, one after the other.
+
+    ``config`` is a ``ModelConfig``, ``modules`` the multi-token-prediction modules on the way.
+    """
+    c = config
+    feed_forward = 2 * c.d_model + max(c.d_ff_dense, c.num_shared_experts * c.d_ff)  # norm, gate and up, down
+    keys = (
+        2 * c.d_model + 2 * c.kv_lora_rank + c.qk_nope_head_dim + c.qk_rope_head_dim
+    )  # norms, products, scores
+    layer = keys + seq + c.num_heads * c.v_head_dim + feed_forward
+    return (c.num_layers + modules) * layer + modules * 3 * c.d_model + 2 * c.d_model
+
+
 # ---------------------------------------------------------------- routing
 
 

@@ -5,6 +5,9 @@ token (all that inference would cache); position enters through a few extra quer
 the key's are shared by all heads.
 """
 
+import math
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -13,13 +16,60 @@ from moe_course.layers.causal_attention import causal_attention
 from moe_course.layers.linear import Linear, RMSNorm
 
 
+@dataclass(frozen=True)
+class Yarn:
+    """RoPE stretched to a context ``factor`` times longer than it was trained for (YaRN, arXiv 2309.00071).
+
+    A dimension that turns more than ``beta_fast`` times over the original length keeps its frequency, one that turns
+    less than ``beta_slow`` times is slowed by ``factor``; between the two, a ramp that is linear in the dimension's
+    number and starts and ends at whole numbers. That is the authors' program, and DeepSeek's; the paper's section
+    3.2 writes the ramp as linear in the number of turns.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    def slowed(self, dim: int, theta: float) -> Float[Array, "half"]:
+        """Share of each pair's frequency that is divided by ``factor``: 0 for the fastest, 1 for the slowest."""
+
+        def pair_that_turns(times: float) -> float:
+            return dim * math.log(self.original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(pair_that_turns(self.beta_fast)), 0)
+        high = min(math.ceil(pair_that_turns(self.beta_slow)), dim - 1)
+        pair = jnp.arange(dim // 2, dtype=jnp.float32)
+        return jnp.clip((pair - low) / ((high - low) or 0.001), 0.0, 1.0)
+
+    @property
+    def rotation_scale(self) -> float:
+        """What cosine and sine, and so the rotated dimensions, are multiplied by."""
+        return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+
+    @property
+    def score_scale(self) -> float:
+        """What attention scores are multiplied by besides 1/sqrt(width): 1.874 for DeepSeek-V3, 1.590 for V2-Lite."""
+        return self._temperature(self.mscale_all_dim) ** 2
+
+    def _temperature(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
 def rope_angles(
-    length: int, dim: int, theta: float
+    length: int, dim: int, theta: float, yarn: Yarn | None = None
 ) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
-    """Cosine and sine of position x frequency (RoFormer, arXiv 2104.09864), float32."""
+    """Cosine and sine of position x frequency (RoFormer, arXiv 2104.09864), float32; scaled as ``yarn`` says."""
     frequency = 1.0 / theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    scale = 1.0
+    if yarn is not None:
+        slowed = yarn.slowed(dim, theta)
+        frequency = frequency * (1.0 - slowed) + frequency / yarn.factor * slowed
+        scale = yarn.rotation_scale
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 def rotate(x: Float[Array, "batch seq heads dim"], cos, sin) -> Float[Array, "batch seq heads dim"]:
@@ -48,8 +98,9 @@ class MLA(nnx.Module):
         out_std: float,
         dtype: str,
         rngs: nnx.Rngs,
+        yarn: Yarn | None = None,
     ):
-        self.num_heads, self.rope_theta = num_heads, rope_theta
+        self.num_heads, self.rope_theta, self.yarn = num_heads, rope_theta, yarn
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.nope, self.rope = qk_nope_head_dim, qk_rope_head_dim
         linear = {"std": std, "dtype": dtype, "rngs": rngs}
@@ -68,14 +119,14 @@ class MLA(nnx.Module):
 
     @property
     def softmax_scale(self) -> float:
-        """1/sqrt of the whole query width, rotary dimensions included (DeepSeek-V2, equation 18)."""
-        return (self.nope + self.rope) ** -0.5
+        """1/sqrt of the whole query width, rotary dimensions included (DeepSeek-V2, equation 18), times YaRN's."""
+        return (self.nope + self.rope) ** -0.5 * (1.0 if self.yarn is None else self.yarn.score_scale)
 
     def __call__(
         self, x: Float[Array, "tokens d_model"], segments: Int[Array, "batch seq"]
     ) -> Float[Array, "tokens d_model"]:
         batch, seq = segments.shape
-        cos, sin = rope_angles(seq, self.rope, self.rope_theta)
+        cos, sin = rope_angles(seq, self.rope, self.rope_theta, self.yarn)
 
         q = self.query_up(self.query_norm(self.query_down(x))) if self.q_lora_rank else self.query(x)
         q_nope, q_rope = jnp.split(q.reshape(batch, seq, self.num_heads, -1), [self.nope], axis=-1)

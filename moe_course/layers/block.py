@@ -46,15 +46,17 @@ class Block(nnx.Module):
 
 
 class MTP(nnx.Module):
-    """One multi-token-prediction module (DeepSeek-V3, section 2.2): from the trunk's state at position i
-    and the embedding of a later token, the state that predicts the token after that one. Embedding and
-    head are the model's own."""
+    """One multi-token-prediction module (DeepSeek-V3, section 2.2): from the state at position i (the trunk's
+    after its last norm, or that of the module before) and the embedding of a later token, the state, normalised
+    and ready for the head, that predicts the token after that one. Embedding and head are the model's own; the
+    last norm is the module's (``shared_head.norm`` in the published weights)."""
 
     def __init__(self, block: Block, d_model: int, *, eps: float, std: float, dtype: str, rngs: nnx.Rngs):
         self.hidden_norm = RMSNorm(d_model, eps=eps, dtype=dtype)
         self.embedding_norm = RMSNorm(d_model, eps=eps, dtype=dtype)
         self.project = Linear(2 * d_model, d_model, std=std, dtype=dtype, rngs=rngs)
         self.block = block
+        self.output_norm = RMSNorm(d_model, eps=eps, dtype=dtype)
 
     def __call__(
         self,
@@ -65,4 +67,5 @@ class MTP(nnx.Module):
         **experts,
     ) -> tuple[Float[Array, "tokens d_model"], MoEStats | None]:
         joined = jnp.concatenate([self.hidden_norm(hidden), self.embedding_norm(later)], axis=-1)
-        return self.block(self.project(joined), segments, plan, **experts)
+        out, stats = self.block(self.project(joined), segments, plan, **experts)
+        return self.output_norm(out), stats

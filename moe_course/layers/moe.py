@@ -31,6 +31,7 @@ from moe_course.parallel import (
 )
 from moe_course.quant.recipes import Recipe
 from moe_course.routing import RouterConfig, Routing, route
+from moe_course.varying import vary_over
 
 
 class ExpertBias(nnx.Variable):
@@ -133,6 +134,8 @@ def _gather_fsdp(weight, spec):
     """All-gather the dimension that ``spec`` cuts over fsdp; its transpose scatters the gradient."""
     for dim, name in enumerate(spec):
         if name == FSDP:
+            # Typed as varying over the replicas from here on, it is their cut gradients that are summed, not the whole.
+            weight = vary_over(weight, frozenset(token_axes(ambient_mesh())))
             return jax.lax.all_gather(weight, FSDP, axis=dim, tiled=True)
     return weight
 

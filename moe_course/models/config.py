@@ -42,13 +42,31 @@ class ModelConfig:
     scaling_factor: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_score_top: int | None = None
+    """A group's score is the sum of its best this many (biased) scores. Default ``top_k // top_groups``, at least 1."""
     rope_theta: float = 10_000.0
+    rope_factor: float = 1.0
+    """YaRN (arXiv 2309.00071): how many times longer than ``rope_original_length`` the context is; 1 is plain RoPE."""
+    rope_original_length: int = 4096
+    """Tokens of context before YaRN."""
+    rope_beta_fast: float = 32.0
+    """Dimensions that turn more often than this over the original length keep their frequency."""
+    rope_beta_slow: float = 1.0
+    """Dimensions that turn less often than this are slowed by the whole factor."""
+    rope_mscale: float = 1.0
+    """With YaRN, rotated queries and keys grow by (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1)."""
+    rope_mscale_all_dim: float = 1.0
+    """With YaRN, the softmax scale grows by (0.1 mscale_all_dim ln factor + 1)**2."""
     norm_eps: float = 1e-6
     mtp_depth: int = 0
     """Extra tokens predicted by multi-token-prediction modules (DeepSeek-V3 uses 1); 0 is off."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of matmul inputs. Router, norms, softmax, losses and master weights stay float32."""
     init_std: float = 0.02
+    """Standard deviation of every matrix at the start."""
+    scaled_init: bool = True
+    """Start the matrices that write to the residual stream at ``init_std / sqrt(2 num_layers)`` (GPT-2); DeepSeek
+    starts all matrices alike."""
 
     @property
     def num_moe_layers(self) -> int:
@@ -59,7 +77,7 @@ class ModelConfig:
         """Raise :class:`SettingError` for a model that cannot exist, naming the flag and the fix."""
         positive = (
             "vocab_size d_model num_layers num_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-            "v_head_dim d_ff_dense d_ff num_experts top_k num_groups top_groups"
+            "v_head_dim d_ff_dense d_ff num_experts top_k num_groups top_groups rope_factor rope_original_length"
         ).split()
         for name in positive:
             if getattr(self, name) < 1:
@@ -86,6 +104,11 @@ class ModelConfig:
                 f"qk_rope_head_dim is {self.qk_rope_head_dim}; RoPE rotates pairs. "
                 f"Set --model.qk-rope-head-dim to an even number."
             )
+        if not self.rope_beta_fast > self.rope_beta_slow > 0:
+            raise SettingError(
+                f"rope_beta_fast is {self.rope_beta_fast} and rope_beta_slow {self.rope_beta_slow}. "
+                f"Set --model.rope-beta-fast above --model.rope-beta-slow, and both above 0."
+            )
         if self.num_experts % self.num_groups:
             raise SettingError(
                 f"num_experts {self.num_experts} does not divide into {self.num_groups} groups. "
@@ -101,6 +124,12 @@ class ModelConfig:
             raise SettingError(
                 f"top_k is {self.top_k} but {self.top_groups} groups hold only {reachable} experts. "
                 f"Set --model.top-k to {reachable} or less, or raise --model.top-groups."
+            )
+        in_group = self.num_experts // self.num_groups
+        if self.group_score_top is not None and not 1 <= self.group_score_top <= in_group:
+            raise SettingError(
+                f"group_score_top is {self.group_score_top} but a group holds {in_group} experts. "
+                f"Set --model.group-score-top to a number from 1 to {in_group}."
             )
 
 
@@ -127,6 +156,11 @@ DEEPSEEK_V2_LITE = ModelConfig(
     score_fn="softmax",
     normalize=False,
     compute_dtype="bfloat16",
+    rope_factor=40.0,
+    rope_mscale=0.707,
+    rope_mscale_all_dim=0.707,
+    init_std=0.006,
+    scaled_init=False,
 )
 
 DEEPSEEK_V3 = ModelConfig(
@@ -151,4 +185,7 @@ DEEPSEEK_V3 = ModelConfig(
     top_groups=4,
     mtp_depth=1,
     compute_dtype="bfloat16",
+    rope_factor=40.0,
+    init_std=0.006,
+    scaled_init=False,
 )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from moe_course.dispatch import DispatchPlan
 from moe_course.experts import RESIDUAL_NAMES
-from moe_course.layers.attention import MLA
+from moe_course.layers.attention import MLA, Yarn
 from moe_course.layers.block import ATTENTION_OUT, MTP, Block
 from moe_course.layers.linear import Embedding, Linear, RMSNorm, SwiGLU
 from moe_course.layers.moe import ExpertBias, MoE, MoEStats
@@ -36,11 +36,22 @@ REMAT = {
 ON_HOST = {"offload": (ATTENTION_OUT,)}
 """What of that waits in the host's memory."""
 
+LATENT_NORM_EPS = 1e-6
+"""Of the two norms inside MLA: DeepSeek's programs fix it, whatever the other norms use."""
+
 
 def router_config(config: ModelConfig) -> RouterConfig:
     """The routing part of a model's settings."""
-    names = ("num_experts", "top_k", "score_fn", "normalize", "scaling_factor", "num_groups", "top_groups")
-    return RouterConfig(**{name: getattr(config, name) for name in names})
+    names = "num_experts top_k score_fn normalize scaling_factor num_groups top_groups group_score_top"
+    return RouterConfig(**{name: getattr(config, name) for name in names.split()})
+
+
+def yarn(config: ModelConfig) -> Yarn | None:
+    """The context extension of a model's settings, if there is one."""
+    if config.rope_factor == 1:
+        return None
+    names = "factor original_length beta_fast beta_slow mscale mscale_all_dim"
+    return Yarn(**{name: getattr(config, f"rope_{name}") for name in names.split()})
 
 
 @partial(
@@ -113,6 +124,7 @@ class DeepSeekLM(nnx.Module):
             )
             told.append(of_kind)
             index += number
+        hidden = self.norm(hidden)
         logits = self._logits(hidden, tokens.shape)
 
         mtp_logits = []
@@ -149,7 +161,7 @@ class DeepSeekLM(nnx.Module):
         raise ValueError(f"the model has {self.config.num_layers} layers")
 
     def _logits(self, hidden, shape) -> Float[Array, "batch seq vocab"]:
-        return self.head(self.norm(hidden)).astype(jnp.float32).reshape(*shape, -1)
+        return self.head(hidden).astype(jnp.float32).reshape(*shape, -1)
 
 
 def _kinds(c: ModelConfig) -> list[tuple[str, int]]:
@@ -158,7 +170,7 @@ def _kinds(c: ModelConfig) -> list[tuple[str, int]]:
 
 
 def _block(c: ModelConfig, is_moe: bool, rngs: nnx.Rngs) -> Block:
-    down_std = c.init_std / (2 * c.num_layers) ** 0.5
+    down_std = c.init_std / (2 * c.num_layers) ** 0.5 if c.scaled_init else c.init_std
     attention = MLA(
         c.d_model,
         num_heads=c.num_heads,
@@ -168,11 +180,12 @@ def _block(c: ModelConfig, is_moe: bool, rngs: nnx.Rngs) -> Block:
         qk_rope_head_dim=c.qk_rope_head_dim,
         v_head_dim=c.v_head_dim,
         rope_theta=c.rope_theta,
-        norm_eps=c.norm_eps,
+        norm_eps=LATENT_NORM_EPS,
         std=c.init_std,
         out_std=down_std,
         dtype=c.compute_dtype,
         rngs=rngs,
+        yarn=yarn(c),
     )
     init = {"std": c.init_std, "down_std": down_std, "dtype": c.compute_dtype, "rngs": rngs}
     if is_moe:

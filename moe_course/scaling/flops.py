@@ -129,7 +129,7 @@ class ParameterCounts:
     norms: int
     head: int
     mtp: int
-    """All of the MTP modules; they share embedding, last norm and head with the model."""
+    """All of the MTP modules; they share embedding and head with the model."""
     idle: int
     """Those of the routed experts (MTP's too) that one token does not use."""
 
@@ -173,7 +173,7 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
         shared_experts=c.num_moe_layers * shared,
         norms=c.num_layers * layer_norms + c.d_model,
         head=c.d_model * c.vocab_size,
-        mtp=c.mtp_depth * (2 * c.d_model**2 + 2 * c.d_model + mtp_layer),
+        mtp=c.mtp_depth * (2 * c.d_model**2 + 3 * c.d_model + mtp_layer),
         idle=(c.num_moe_layers + c.mtp_depth) * (c.num_experts - c.top_k) * expert,
     )
 

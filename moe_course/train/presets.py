@@ -88,6 +88,9 @@ PRESETS = {
         "DeepSeek-V3's sizes, 671B parameters: for planning and compiling",
         TrainConfig(
             model=DEEPSEEK_V3,
+            optimizer=OptimizerConfig(  # arXiv 2412.19437, section 4.2
+                learning_rate=2.2e-4, warmup_steps=2000, expert_bias_rate=1e-3, balance_coefficient=1e-4
+            ),
             mesh=MeshConfig(1, 4, 64),
             devices=256,
             batch_size=256,

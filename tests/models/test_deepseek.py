@@ -13,7 +13,8 @@ from moe_course.errors import SettingError
 from moe_course.models import deepseek
 from moe_course.models.config import DEEPSEEK_V3, ModelConfig
 from moe_course.models.deepseek import DeepSeekLM, shifted_targets, token_losses
-from tests.oracle import relative_error
+from tests.dispatch.dispatch_cases import QUICK
+from tests.oracle import assert_close, path_terms, relative_error
 
 CONFIG = ModelConfig(
     d_model=32, num_layers=2, num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
@@ -73,6 +74,55 @@ def test_documents_in_one_window_do_not_see_each_other(forward):
     np.testing.assert_allclose(a[:, 5:], b[:, 5:], rtol=0, atol=1e-6 * np.abs(a).max())
     joined = np.asarray(forward(changed, np.zeros_like(segments)).logits)
     assert np.abs(joined[:, 5:] - b[:, 5:]).max() > 1e-4
+
+
+def test_packed_documents_equal_separate_ones():
+    """Three documents in one window against each on its own, with YaRN and both MTP modules, in any place."""
+    config = replace(CONFIG, rope_factor=4.0, rope_original_length=8, init_std=0.2)
+    graph, state = nnx.split(DeepSeekLM(config, rngs=nnx.Rngs(params=0)))
+    forward = jax.jit(
+        lambda tokens, segments: nnx.merge(graph, state)(tokens, segments), compiler_options=QUICK
+    )
+    lengths, tokens = (5, 4, 3), random_tokens()[:1]
+    starts = np.cumsum((0, *lengths))
+    packed = forward(tokens, np.repeat(np.arange(3), lengths)[None].astype(np.int32))
+    alone = np.zeros((3, 5), np.int32)
+    for i, length in enumerate(lengths):
+        alone[i, :length] = tokens[0, starts[i] : starts[i + 1]]
+    separate = forward(alone, np.zeros_like(alone))
+    joined = forward(tokens, np.zeros_like(tokens))
+    for depth in range(-1, config.mtp_depth):
+        ours, one_by_one, mixed = (
+            out.logits if depth < 0 else out.mtp_logits[depth] for out in (packed, separate, joined)
+        )
+        for i, length in enumerate(lengths):
+            with_target = length - 2 - depth  # the rest has no target: its later token is not the document's
+            if with_target <= 0:
+                continue
+            here, there = ours[0, starts[i] :][:with_target], one_by_one[i, :with_target]
+            assert_close(
+                here, there, jnp.float32, path_terms(config, SEQ, depth + 1), f"{depth}, document {i}"
+            )
+            if i:  # the broken twin: one document
+                assert relative_error(mixed[0, starts[i] :][:with_target], there) > 1e-3
+
+
+def test_start_as_deepseek_starts():
+    """All matrices alike (arXiv 2412.19437, section 4.2), or those that write to the residual stream smaller."""
+    wide = replace(CONFIG, d_model=128, d_ff=128, d_ff_dense=128, v_head_dim=64, mtp_depth=1, init_std=0.006)
+    for scaled, smaller in ((False, 1.0), (True, 1 / math.sqrt(2 * wide.num_layers))):
+        config = replace(wide, scaled_init=scaled)
+        _, params, bias = deepseek.split(DeepSeekLM(config, rngs=nnx.Rngs(params=0)))
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+            path = jax.tree_util.keystr(keys)
+            if "scale" in path:
+                assert (leaf == 1).all(), path
+                continue
+            to_residual = "['down']" in path or "['out']" in path
+            expected = 0.006 * (smaller if to_residual else 1.0)
+            spread = 5 / math.sqrt(2 * leaf.size)  # of an estimated standard deviation, five times its own
+            assert float(jnp.std(leaf)) == pytest.approx(expected, rel=spread), path
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(bias))
 
 
 def test_b95_targets_stay_inside_window_and_document():
@@ -171,6 +221,9 @@ def test_remat_recomputes_what_it_does_not_name():
         ({"num_groups": 4, "top_groups": 5}, "Set --model.top-groups to 4 or less."),
         ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "only 2 experts. Set --model.top-k to 2 or less"),
         ({"mtp_depth": -1}, "Set --model.mtp-depth to 0 or more."),
+        ({"rope_factor": 0.5}, "rope_factor is 0.5. Set --model.rope-factor to 1 or more."),
+        ({"rope_beta_slow": 40.0}, "Set --model.rope-beta-fast above --model.rope-beta-slow"),
+        ({"num_groups": 4, "group_score_top": 3}, "Set --model.group-score-top to a number from 1 to 2."),
     ],
 )
 def test_impossible_models_name_the_flag(change, message):

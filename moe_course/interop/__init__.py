@@ -1,0 +1,1 @@
+"""Weights of other programs in and out: Hugging Face checkpoints (``huggingface``), in safetensors files."""
