@@ -239,9 +239,9 @@ def beyond(
 ) -> list[tuple[int, float, float]]:
     """(GPUs, the model alone, the published loss carried on): speed per GPU over that at 128, 6 sequences per GPU.
 
-    The model's own traffic loses next to nothing: most weights and gradients stay hidden as GPUs are added. What was
-    lost (3 % in three doublings) is then stragglers, jitter and latency, which a model of bytes does not have; carrying
-    it on at 1 % per doubling is an extrapolation of one published number.
+    The model's own curve is flat: traffic per GPU hardly grows, and more GPUs divide the optimizer's work further. What
+    was lost (3 % in three doublings) is then stragglers, jitter and latency, which a model of bytes does not have;
+    carrying it on at 1 % per doubling is an extrapolation of one published number.
     """
     shape = shapes()["deepseek-v3"].without_mtp()
     alone = weak_scaling(shape, machine(hardware), LAST_LAYOUT, list(gpus))
