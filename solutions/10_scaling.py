@@ -1349,12 +1349,16 @@ for name, tflops, share in ladder.start_readings():
 # seven ways, each compared with float64. Four are timed in turn, as ratios; the devices share the cores of one machine,
 # so a ratio says what the work costs there and nothing about a network. The last three are judged by bytes: a CPU has
 # no ragged all-to-all to time. Where a rung is slower than the one before, ask what it pads, and to what. Recorded
-# once; run it yourself.
+# once, on a machine that had other work (the first line below): take the order from it, not the digits, and run your
+# own.
 
 # %%
 own_ladder = recorded("ladder")
 about = own_ladder.pop("about")
-print(f"{about['devices']} ({about['cores']}), JAX {about['jax']}, {about['date']}")
+print(
+    f"load average before: {about['load_average_before']:g} on {about['cores']} cores; a busy machine blurs ratios"
+)
+print(f"{about['devices']}, JAX {about['jax']}, {about['date']}")
 print(
     f"{about['tokens_per_rank']} tokens a device, {about['experts']} experts, {about['top_k']} picks, D {about['d_model']}"
 )

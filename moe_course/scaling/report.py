@@ -252,7 +252,8 @@ def show(found: plan.Search, options: Options) -> None:
     for line in (
         f"Error: {calibration.describe()}. For the first row: {low:,.0f} to {high:,.0f} tokens/s/GPU. The ratio of two "
         f"layouts of one model and machine is within {calibration.ratio_median_abs_error:.0%} for half of the "
-        "published pairs: rows that are closer are a tie. No published run prints its exposed communication, so that "
+        "published pairs, hardly any of which differ in parallel sizes alone: rows that are closer are a tie. "
+        "No published run prints its exposed communication, so that "
         "column could not be checked.",
         f"MFU is of {best.peak_tflops:,.0f} dense TFLOPS ({format_of(precision)}); TFLOPS by active parameters, "
         f"causal, MTP counted. Parts: {', '.join(plan.RECOMPUTE[1])}.",
