@@ -87,7 +87,11 @@ def busiest_rank(shares: np.ndarray, ranks: int) -> float:
 
 
 def rows_sent(shape: ModelShape, layout: Layout, nodes: int = 1) -> tuple[float, float]:
-    """(rows per token that leave the GPU, those of them that leave its NVLink domain), one way, balanced picks."""
+    """(rows per token over any link, those of them that leave an NVLink domain), one way, balanced picks.
+
+    ``hierarchical`` sends a row once to every domain, to the GPU with the sender's place there, which passes it on to
+    the others that want it: a rank that is wanted costs a row within its domain unless it has the sender's place.
+    """
     e, k, r = shape.experts, shape.top_k, layout.ep
     if r == 1:
         return 0.0, 0.0
@@ -97,8 +101,10 @@ def rows_sent(shape: ModelShape, layout: Layout, nodes: int = 1) -> tuple[float,
     if layout.dispatcher in ("all_to_all", "ragged"):
         return k * (r - 1) / r, k * elsewhere
     rows = copies_per_token(e, k, r)
-    across = copies_per_token(e, k, nodes) if layout.dispatcher != "dedup" else rows
-    return rows * (r - 1) / r, across * elsewhere
+    if layout.dispatcher == "dedup":
+        return rows * (r - 1) / r, rows * elsewhere
+    across = copies_per_token(e, k, nodes) * elsewhere
+    return rows * (r - nodes) / r + across, across
 
 
 def dispatch_bytes(shape: ModelShape, layout: Layout, domain: int, row_bytes: float) -> tuple[float, float]:

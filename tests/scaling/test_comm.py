@@ -70,6 +70,24 @@ def test_dispatchers_rank_as_they_should():
     assert comm.dispatch_bytes(shape, Layout(64, ep=64), 72, 1.0)[1] == 0, "one domain: nothing on the NICs"
 
 
+@pytest.mark.parametrize(("ranks", "nodes"), [(64, 8), (64, 2), (16, 4), (32, 1)])
+def test_rows_of_a_hierarchical_dispatch_are_those_counted_one_by_one(ranks, nodes):
+    """Follow random picks: over the network to the sender's place in each domain, from there to who wants the row."""
+    shape, rng = shapes()["deepseek-v3"], np.random.default_rng(0)
+    local, tokens = ranks // nodes, 4000
+    inside = across = 0
+    for _ in range(tokens):
+        wanted = set((rng.permutation(shape.experts)[: shape.top_k] // (shape.experts // ranks)).tolist())
+        me = int(rng.integers(ranks))
+        for domain in {rank // local for rank in wanted}:
+            landing = domain * local + me % local
+            across += domain != me // local
+            inside += sum(rank != landing for rank in wanted if rank // local == domain)
+    total, leaving = comm.rows_sent(shape, Layout(ranks, ep=ranks, dispatcher="hierarchical"), nodes)
+    assert leaving == pytest.approx(across / tokens, rel=0.02)
+    assert total - leaving == pytest.approx(inside / tokens, rel=0.02)
+
+
 def test_a_fit_recovers_what_made_the_data():
     sizes = np.logspace(3, 10, 12)
     alpha, beta = comm.fit_alpha_beta(sizes, 2e-5 + sizes / 4e11)
