@@ -154,6 +154,7 @@ def _reason(log: str, code: int) -> str:
 def read(request: Request, folder: Path) -> Compiled:
     """The result that :func:`compile_plan` left in ``folder``."""
     measured = json.loads((folder / MEASURED).read_text())
+    versions = json.loads((folder / REQUEST).read_text())["versions"]
     config, memory, mesh = request.config, measured["memory"], measured["mesh"]
     module = hlo.parse(read_program(folder / PROGRAM))
     needed = memory["argument_size"] + memory["temp_size"] + memory["output_size"] - memory["alias_size"]
@@ -173,7 +174,7 @@ def read(request: Request, folder: Path) -> Compiled:
         reserved_bytes=RESERVED_BYTES,
         fits=margin >= 0,
         margin_bytes=margin,
-        collectives=predict.beside(hlo.collectives(module, mesh), config),
+        collectives=predict.beside(hlo.collectives(module, mesh), config, versions["jax"]),
         flops=flops.split(hlo.products(module), config),
         kernels=dict(sorted(hlo.kernels(module).items())),
         compile_s=round(sum(measured["seconds"].values()), 1),
@@ -181,7 +182,7 @@ def read(request: Request, folder: Path) -> Compiled:
         cpu_s=round(measured["cpu_s"], 1),
         peak_rss_bytes=measured["peak_rss_bytes"],
         notes=_notes((folder / LOG).read_text(), module),
-        versions=json.loads((folder / REQUEST).read_text())["versions"],
+        versions=versions,
         compiled_on=time.strftime("%Y-%m-%d", time.gmtime((folder / MEASURED).stat().st_mtime)),
         config=asdict(config),
         program=str(folder / PROGRAM),

@@ -5,8 +5,9 @@ too; numbers on the wire have the compute dtype where nothing else is said:
 
 - a weight is gathered once for the forward pass and once more where the backward pass recomputes the layer;
 - a matrix's gradient is summed in float32: scattered over fsdp, then what is left is summed over the other axes. An
-  expert's is scattered in the compute dtype. The gradient of the embedding is no matrix product, and XLA does not
-  scatter it; nor those of what is not cut (router, norms): these are summed over all GPUs as they are;
+  expert's is scattered in the compute dtype, and so is the embedding's by the compiler of JAX 0.12; that of 0.10 does
+  not scatter it, as it is no matrix product. Gradients of what is not cut (router, norms), too, are summed over all
+  GPUs as they are;
 - every MoE layer sends ``capacity`` rows to their experts and back, and the gradients the same way again; where it is
   recomputed, to the experts once more (not back: nothing reads that). A row's weight travels beside it, float32.
 
@@ -27,14 +28,14 @@ _SUM = 4
 """Bytes of a float32, in which gradients of matrices are summed."""
 
 
-def beside(found: list[Collective], config: TrainConfig) -> list[dict]:
+def beside(found: list[Collective], config: TrainConfig, jax_version: str) -> list[dict]:
     """One entry per kind and axis: what the program holds, and the formula's bytes (None: there is none)."""
     count: dict = defaultdict(int)
     sent: dict = defaultdict(float)
     for c in found:
         count[c.kind, c.axis] += c.count
         sent[c.kind, c.axis] += c.wire_bytes
-    by_hand = expected(config)
+    by_hand = expected(config, jax_version)
     keys = sorted({*sent, *by_hand}, key=lambda key: -max(sent[key], by_hand.get(key, 0)))
     return [
         {
@@ -48,17 +49,18 @@ def beside(found: list[Collective], config: TrainConfig) -> list[dict]:
     ]
 
 
-def expected(config: TrainConfig) -> dict[tuple[str, str], float]:
+def expected(config: TrainConfig, jax_version: str) -> dict[tuple[str, str], float]:
     """Bytes by (kind, mesh axes)."""
+    scatters_embedding = tuple(map(int, jax_version.split(".")[:2])) >= (0, 12)
     terms: dict[tuple[str, str], float] = defaultdict(float)
-    for kind, axes, size in [*_weights(config), *_tokens(config)]:
+    for kind, axes, size in [*_weights(config, scatters_embedding), *_tokens(config)]:
         group = {axis: getattr(config.mesh, axis) for axis in axes if getattr(config.mesh, axis) > 1}
         if group and size:
             terms[kind, "+".join(group)] += wire_bytes(kind, size, math.prod(group.values()))
     return dict(terms)
 
 
-def _weights(config: TrainConfig):
+def _weights(config: TrainConfig, scatters_embedding: bool):
     """(kind, mesh axes, operand bytes) of gathered weights and summed gradients."""
     mesh, item = config.mesh, _item(config)
     p = parameter_counts(replace(config.model, mtp_depth=0))
@@ -67,10 +69,15 @@ def _weights(config: TrainConfig):
     passes = 1 if config.remat == "none" else 2
     gathered = passes * (matrices + experts) + p.embedding + p.head
     yield "all-gather", (FSDP,), item * gathered / mesh.fsdp
-    yield "reduce-scatter", (FSDP,), _SUM * (matrices + p.head) + item * experts
-    yield "all-reduce", (DATA, EXPERT), _SUM * (matrices + p.head) / mesh.fsdp
+    scattered, whole = _SUM * (matrices + p.head), _SUM * (p.router + p.norms)
+    if scatters_embedding:
+        scattered += item * p.embedding
+    else:
+        whole += item * p.embedding
+    yield "reduce-scatter", (FSDP,), scattered + item * experts
+    yield "all-reduce", (DATA, EXPERT), scattered / mesh.fsdp
     yield "all-reduce", (DATA,), item * experts / mesh.fsdp
-    yield "all-reduce", (DATA, FSDP, EXPERT), item * p.embedding + _SUM * (p.router + p.norms)
+    yield "all-reduce", (DATA, FSDP, EXPERT), whole
 
 
 def _tokens(config: TrainConfig):

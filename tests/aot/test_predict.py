@@ -42,7 +42,8 @@ def step(request):
 def test_collectives_of_a_step_are_those_of_the_formula(step):
     config, mesh, _, module = step
     found = hlo.collectives(module, dict(mesh.shape))
-    entries = {(e["kind"], e["axis"]): e for e in predict.beside(found, config)}
+    # XLA:CPU of either version leaves the embedding's gradient whole, as the GPU compiler of JAX 0.10 does.
+    entries = {(e["kind"], e["axis"]): e for e in predict.beside(found, config, "0.10")}
     for key in (("all-to-all", "expert"), ("all-gather", "fsdp")):
         assert entries[key]["bytes"] == entries[key]["predicted"] > 0, key
     for axis in ("expert", "fsdp+expert"):
