@@ -68,7 +68,7 @@ from moe_course.routing import RouterConfig
 # - a **compilation**: XLA makes a program of the jaxpr. This is the one that takes minutes.
 
 # %%
-print(jax.make_jaxpr(lambda x, s: x * s + 1)(jnp.zeros(8), 0.1))
+print(jax.make_jaxpr(lambda x, s: x * s + 1)(jnp.zeros(8), 0.1).pretty_print(use_color=False))
 
 # %% [markdown]
 # `b:f32[]` stands where 0.1 was, and 0.1 is nowhere. The first equation makes an ordinary float32 of it, since a Python
@@ -1434,7 +1434,7 @@ quiz(
 #   step decides (overflow, NaN) it decides on the device. A test asks for one cache entry after many steps.
 # - `train/loop.py` reads a step's flags one step late, goes up a bucket when it must, and reports how many programs a run
 #   compiled.
-# - `layers/stack.py` scans over stacked layers, so that depth costs no compile time; its `recompute` takes names.
+# - `layers/stack.py` scans over deep stacks of layers, so that depth costs no compile time; its `recompute` takes names.
 # - `layers/block.py` and `experts.py` name what is worth keeping, before the activation; `models/deepseek.py` lists the
 #   policies, and tests assert what they keep.
 # - `aot/` is `moe-course compile`: your two readers with all the cases that XLA has, formulas beside the program, memory
