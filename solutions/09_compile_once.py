@@ -6,8 +6,8 @@
 # How often does JAX trace the function, and how often does XLA compile it? Write two numbers down; you will count them
 # after exercise 09.1.
 #
-# XLA takes about a minute to compile a training step of DeepSeek-V3, and a GPU takes seconds to run it. A run that
-# compiles at every step is a compiler that sometimes trains. So a training step is compiled once, and all that changes
+# XLA takes minutes to compile a training step of DeepSeek-V3, and a GPU takes seconds to run it. A run that compiles at
+# every step is a compiler that sometimes trains. So a training step is compiled once, and all that changes
 # from step to step is *data*: the routing, the sizes of the groups, the learning rate. What you get in return is a text:
 # every byte that is sent, kept, or computed twice is written in it, before any GPU has seen it.
 #
@@ -68,7 +68,7 @@ from moe_course.routing import RouterConfig
 # - a **compilation**: XLA makes a program of the jaxpr. This is the one that takes minutes.
 
 # %%
-print(jax.make_jaxpr(lambda x, s: x * s + 1)(jnp.zeros(8), 0.1))
+print(jax.make_jaxpr(lambda x, s: x * s + 1)(jnp.zeros(8), 0.1).pretty_print(use_color=False))
 
 # %% [markdown]
 # `b:f32[]` stands where 0.1 was, and 0.1 is nowhere. The first equation makes an ordinary float32 of it, since a Python
@@ -834,9 +834,11 @@ text = jnp.zeros((2, 16), jnp.int32)
 lost = yours("09.6", package_lost)
 for policy in ("full", "attention", "experts"):
     names = deepseek.REMAT[policy]
-    answer = lost(
-        lambda p, policy=policy: merge(p, bias)(text, text, remat=policy).logits.sum(), names, params
-    )
+
+    def model_loss(params, bias, remat=policy):
+        return merge(params, bias)(text, text, remat=remat).logits.sum()
+
+    answer = lost(model_loss, names, params, bias)
     print(f"{policy:<10} asks for {', '.join(names) or 'nothing'}: lost {answer}")
 
 # %% [markdown]
@@ -1197,10 +1199,11 @@ print(", ".join(f"{stage} {100 * time_of[stage] / whole:.0f} %" for stage in (*s
 # one of their weights, and no sizes. Of what a rank receives in an all-to-all, 1/R is its own and crosses no wire.
 
 # %%
-COMPILE = False  # True compiles both here, in minutes. Otherwise what was recorded is shown.
+COMPILE = False  # True compiles all three here, in minutes. Otherwise what was recorded is shown.
 COMMANDS = {
     "layer": "--layers 1 --gpus 64 --hardware gb200 --ep 8 --remat none",
     "model": "--gpus 64 --hardware gb200 --ep 8 --remat full",
+    "larger": "--gpus 256 --hardware gb200 --ep 64 --remat full",
 }
 
 
@@ -1242,9 +1245,10 @@ predict(
 # the gradient of the embedding, a whole [129280, 7168] matrix that every GPU sums and keeps. A reduce-scatter would send
 # half as much.
 #
-# The whole model, 61 layers and 671 billion parameters, is the same command without `--layers 1`, and takes hardly longer:
-# 58 MoE layers are one body in a scan. Remat is full: each layer is computed twice, and so its tokens travel there once
-# more. (Back they need not: nothing reads the sum a second time.)
+# The whole model, 61 layers and 671 billion parameters, is the same command without `--layers 1`: 58 MoE layers are one body
+# in a scan, and cost the compiler no more than four would. Remat is full: each layer is computed twice, and so its tokens
+# travel there once more. (Back they need not: nothing reads the sum a second time.) Once more for 256 GPUs, with 64 expert
+# ranks and the weights cut in 4.
 
 # %%
 model_64 = compiled["model"]
@@ -1264,20 +1268,18 @@ left.set(
 )
 left.invert_yaxis()
 left.legend(frameon=False, loc="lower right")
-parts = {
-    "state": model_64["state_bytes_per_gpu"],
-    "temporary": model_64["temp_bytes_per_gpu"],
-    "reserve": model_64["reserved_bytes"],
-}
-at = 0.0
-for color, (name, size) in enumerate(parts.items()):
-    right.bar(0, size / 1e9, bottom=at, width=0.5, color=plots.expert_color(2 + color), label=name)
-    right.text(0, at + size / 2e9, f"{name} {size / 1e9:.0f}", ha="center", va="center", fontsize=9)
-    at += size / 1e9
+for place, run in enumerate((model_64, compiled["larger"])):
+    parts = {"state": "state_bytes_per_gpu", "temporary": "temp_bytes_per_gpu", "reserve": "reserved_bytes"}
+    at = 0.0
+    for color, (name, key) in enumerate(parts.items()):
+        size = run[key] / 1e9
+        right.bar(place, size, bottom=at, width=0.6, color=plots.expert_color(2 + color))
+        right.text(place, at + size / 2, f"{name} {size:.0f}", ha="center", va="center", fontsize=8.5)
+        at += size
 right.axhline(model_64["device_bytes"] / 1e9, color=plots.INK, lw=1.2, ls="--")
-right.annotate("a GB200 has", (0.3, model_64["device_bytes"] / 1e9 + 3), fontsize=9)
-right.set(ylabel="GB of a GPU", xticks=[], xlim=(-0.5, 0.9))
-plots.show(fig, "DeepSeek-V3 on 64 GB200s, compiled and never run: what is sent, and what is needed")
+right.annotate("a GB200 has", (0.55, model_64["device_bytes"] / 1e9 + 4), fontsize=9)
+right.set(ylabel="GB of a GPU", xticks=[0, 1], xticklabels=["64 GPUs", "256 GPUs"])
+plots.show(fig, "DeepSeek-V3 compiled, never run: formulas meet the program, and 64 GPUs are too few")
 
 # %% [markdown]
 # ### Does it fit?
@@ -1299,8 +1301,9 @@ predict(
 )
 
 # %%
-need, have = sum(parts.values()) / 1e9, model_64["device_bytes"] / 1e9
-print(f"{need:.0f} GB of {have:.0f}, reserve included: {'fits' if model_64['fits'] else 'does not fit'}")
+for run in (model_64, compiled["larger"]):
+    need, have = (run["needed_bytes_per_gpu"] + run["reserved_bytes"]) / 1e9, run["device_bytes"] / 1e9
+    print(f"{run['gpus']:>3} GPUs: {need:.0f} GB of {have:.0f}, {'fits' if run['fits'] else 'does not fit'}")
 
 # %% [markdown]
 # ### Question 09.q5
@@ -1431,7 +1434,7 @@ quiz(
 #   step decides (overflow, NaN) it decides on the device. A test asks for one cache entry after many steps.
 # - `train/loop.py` reads a step's flags one step late, goes up a bucket when it must, and reports how many programs a run
 #   compiled.
-# - `layers/stack.py` scans over stacked layers, so that depth costs no compile time; its `recompute` takes names.
+# - `layers/stack.py` scans over deep stacks of layers, so that depth costs no compile time; its `recompute` takes names.
 # - `layers/block.py` and `experts.py` name what is worth keeping, before the activation; `models/deepseek.py` lists the
 #   policies, and tests assert what they keep.
 # - `aot/` is `moe-course compile`: your two readers with all the cases that XLA has, formulas beside the program, memory
