@@ -28,7 +28,7 @@ from moe_course.train.progress import TrainProgress
 from moe_course.train.readout import non_finite_part, step_record
 from moe_course.train.run_dir import RunDir
 from moe_course.train.step import abstract_state, dispatch_plan, init_state, make_eval_step, make_train_step
-from moe_course.train.together import any_process, put
+from moe_course.train.together import Vote, put
 
 CALM_STEPS = 64
 """Steps of small demand before the loop returns to a smaller bucket."""
@@ -84,7 +84,7 @@ class Trainer:
         started = done
         self._last_finish = time.perf_counter()
         progress = TrainProgress(self.console, self.config.steps, done)
-        stopping = False
+        any_process, stopping = Vote(), False
         with progress, StopOnSignal(progress.say) as stop:
             self.progress = progress
             while done < self.config.steps and not (stopping := any_process(stop.requested)):

@@ -19,6 +19,8 @@ from moe_course.train.run_dir import RunDir
 
 LONGEST_MESSAGE = 4096
 """Bytes that process 0 may tell the others at a time."""
+ASK_EVERY = 4
+"""Questions between two that are put to all processes: a step asks about two."""
 
 
 @contextlib.contextmanager
@@ -78,14 +80,26 @@ def told_by_first(value):
     return json.loads(np.asarray(told).tobytes())
 
 
-def any_process(flag: bool) -> bool:
-    """Whether ``flag`` is set in any process. All must ask, the same number of times."""
-    import jax
-    from jax.experimental import multihost_utils
+class Vote:
+    """Whether a flag is set in any process. All must ask, the same number of times.
 
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+    Asking waits for the steps in flight, so of several processes only every ``ASK_EVERY``-th question is put; the
+    others are answered no. A process alone answers at once.
+    """
+
+    def __init__(self):
+        self._asked = 0
+
+    def __call__(self, flag: bool) -> bool:
+        import jax
+        from jax.experimental import multihost_utils
+
+        if jax.process_count() == 1:
+            return flag
+        self._asked += 1
+        if self._asked % ASK_EVERY:
+            return False
+        return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 @contextlib.contextmanager

@@ -139,8 +139,9 @@ def test_alone_nothing_is_asked_of_anybody(tmp_path):
     with together.join("", 1, 0, 8):
         assert together.is_first()
         assert together.told_by_first({"a": 1}) == {"a": 1}
-        assert together.any_process(True)
-        assert not together.any_process(False)
+        any_process = together.Vote()
+        assert any_process(True)
+        assert not any_process(False)
     with together.run_dir(tmp_path) as own:
         assert own.path == tmp_path
 
@@ -164,4 +165,6 @@ def test_the_first_tells_and_any_may_stop(monkeypatch):
     with pytest.raises(SettingError, match="4096 is the most"):
         together.told_by_first("x" * 5000)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.array([False, True]))
-    assert together.any_process(False)
+    any_process = together.Vote()
+    answers = [any_process(False) for _ in range(2 * together.ASK_EVERY)]
+    assert answers == 2 * ([False] * (together.ASK_EVERY - 1) + [True]), "put to all now and then only"
