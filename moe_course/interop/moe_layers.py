@@ -74,9 +74,10 @@ def _sizes(theirs: dict[str, Any]) -> tuple[int, int, RouterConfig]:
     if family == "mixtral":
         router = RouterConfig(theirs["num_local_experts"], theirs["num_experts_per_tok"])
         return width, theirs["intermediate_size"], router
-    top_k, normalize = theirs["num_experts_per_tok"], theirs.get("norm_topk_prob", False)
-    return (
-        width,
-        theirs["moe_intermediate_size"],
-        RouterConfig(theirs["num_experts"], top_k, normalize=normalize),
+    experts = (
+        theirs.get("num_experts") or theirs["num_local_experts"]
+    )  # published; as transformers 5 saves it
+    router = RouterConfig(
+        experts, theirs["num_experts_per_tok"], normalize=theirs.get("norm_topk_prob", False)
     )
+    return width, theirs["moe_intermediate_size"], router
