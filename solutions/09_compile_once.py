@@ -459,6 +459,8 @@ predict(
     unit="MB",
     within=0.001,
 )
+
+# %%
 kept = jax.jit(lambda x: x + 1, donate_argnums=0)
 ones = jnp.ones((4, 4))
 kept(ones)
@@ -1026,6 +1028,8 @@ on_mesh = jax.shard_map(five_layers, mesh=mesh, in_specs=(everywhere, P(None, "f
 five = jax.jit(on_mesh).lower(tokens, jax.ShapeDtypeStruct((5, D, D), jnp.float32)).compile()
 for kind, (count, size) in collectives_run(five).items():
     print(f"{kind:<11}{count} of them, {size:,} bytes")
+
+# %%
 predict(
     "all-to-alls of five layers",
     ### BEGIN ANSWER
@@ -1106,8 +1110,22 @@ def package_bytes(tokens, d_model, d_ff, num_experts, top_k, ranks, fsdp, factor
 by_hand = yours("09.9", package_bytes)
 foretold = by_hand(T, D, F, E, K, RANKS, FSDP, FACTOR, 4)
 measured = collectives_run(layer)
-for kind in ("all-to-all", "all-gather"):
-    predict(f"{kind} of the compiled layer", foretold[kind], measured=measured[kind][1], unit="bytes")
+predict(
+    "bytes of the compiled layer's all-to-alls",
+    ### BEGIN ANSWER
+    foretold["all-to-all"],
+    ### END ANSWER
+    measured=measured["all-to-all"][1],
+    unit="bytes",
+)
+predict(
+    "bytes of the compiled layer's all-gathers",
+    ### BEGIN ANSWER
+    foretold["all-gather"],
+    ### END ANSWER
+    measured=measured["all-gather"][1],
+    unit="bytes",
+)
 
 # %% [markdown]
 # To the byte. What a whole step sends follows: the backward pass sends gradients the same two ways with their weights, and
