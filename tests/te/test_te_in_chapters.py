@@ -164,7 +164,6 @@ def test_a_chapters_text_traces_for_blackwell(load_te, chapter):
     """Run the text itself on shapes; lower what it computes for CUDA."""
     load_te(100)
     arrays, others, target = GIVEN[chapter]
-    source = "\n".join(blocks(chapter))
 
     class Model:
         """Stands for a Flax model."""
@@ -174,13 +173,13 @@ def test_a_chapters_text_traces_for_blackwell(load_te, chapter):
 
     def text(arrays):
         space = {"jax": jax, "jnp": jnp, "T": T, "E": E, "K": K, "D": D, "model": Model()} | others | arrays
-        exec(compile(source, chapter, "exec"), space)
-        made = {name: value for name, value in space.items() if name not in arrays}
-        return [v for v in made.values() if isinstance(v, jax.Array)]
+        made = []
+        for block in blocks(chapter):
+            exec(compile(block, chapter, "exec"), space)
+            made += [v for name, v in space.items() if name not in arrays and isinstance(v, jax.Array)]
+        return made
 
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):  # as a reader's program has them
+    # As a reader's program has them.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         lowered = jax.jit(text).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert target in lowered
