@@ -18,6 +18,12 @@ from moe_course.errors import SettingError
 from moe_course.train.config import TrainConfig
 from moe_course.train.presets import get_preset
 
+DESCRIPTION = (
+    "Compile the training step for GPUs that are not here, by XLA's GPU compiler (extra: aot), and read what the "
+    "program needs: state and temporary memory of a GPU, every collective with its bytes beside the formula, FLOPs. "
+    "Compiled, never run."
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -27,7 +33,8 @@ class Options:
     hardware: Literal["gb200", "b200", "h200", "h100"] = "gb200"
     gpus: int = 64
     ep: int | None = None
-    """Expert ranks: GPUs that hold different experts. Weights are cut over the rest (fsdp)."""
+    """Expert ranks: GPUs that hold different experts. Weights are cut over the rest (fsdp). Default: at most 64, and
+    at most a quarter of the GPUs or eight."""
     layers: int | None = None
     """Layers in all, for a quick look; the dense ones come first."""
     remat: Literal["none", "full", "attention", "experts"] = "full"
@@ -84,7 +91,7 @@ def configuration(o: Options) -> TrainConfig:
 
 def main(argv: list[str]) -> int:
     """``moe-course compile [options]``."""
-    o = tyro.cli(Options, args=argv, prog="moe-course compile", description=__doc__)
+    o = tyro.cli(Options, args=argv, prog="moe-course compile", description=DESCRIPTION)
     console = Console(highlight=False)
     if o.sweep:
         say = partial(print, file=sys.stderr, flush=True)

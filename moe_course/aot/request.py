@@ -65,11 +65,12 @@ def fit_to(config: TrainConfig, gpus: int, *, ep: int | None = None) -> TrainCon
     """``config`` for so many GPUs: one sequence each, experts over ``ep`` of them, weights cut over the rest.
 
     Layers of a kind become one loop, however few they are: compiling takes as long as there are distinct kernels.
-    ``ep`` is by default that of ``config``, or the largest one below that divides the GPUs and the experts.
+    ``ep`` is by default at most that of ``config``, and at most a quarter of the GPUs or eight: what is no expert is
+    cut over the rest alone. It divides the GPUs and the experts.
     """
     if ep is None:
-        experts = config.model.num_experts
-        ep = max(n for n in range(1, min(config.mesh.expert, gpus) + 1) if not (gpus % n or experts % n))
+        experts, most = config.model.num_experts, min(config.mesh.expert, gpus, max(8, gpus // 4))
+        ep = max(n for n in range(1, most + 1) if not (gpus % n or experts % n))
     if ep < 1 or gpus % ep:
         raise SettingError(
             f"{gpus} GPUs do not divide into groups of {ep} expert ranks. Set --ep to a divisor of {gpus}."

@@ -16,6 +16,7 @@ from moe_course.cli import main
 from moe_course.errors import RunError, SettingError
 from moe_course.models.config import ModelConfig
 from moe_course.train.config import TrainConfig
+from moe_course.train.presets import get_preset
 
 CONFIG = fit_to(TrainConfig(model=ModelConfig(compute_dtype="bfloat16"), remat="full", seq_len=64), 8, ep=4)
 HLO = """\
@@ -158,6 +159,8 @@ def test_fit_to_takes_the_largest_expert_axis_that_divides():
     assert fit_to(config, 12).mesh.expert == 4  # 8 does not divide 12; 6 does not divide 16 experts
     assert fit_to(config, 64).mesh == replace(config.mesh, data=1, fsdp=8, expert=8)
     assert fit_to(config, 64).batch_size == fit_to(config, 64).devices == 64
+    large = get_preset("deepseek-v3").config
+    assert [fit_to(large, gpus).mesh.expert for gpus in (8, 64, 256, 1024)] == [8, 16, 64, 64]
     with pytest.raises(SettingError, match="Set --ep to a divisor of 12"):
         fit_to(config, 12, ep=8)
 
