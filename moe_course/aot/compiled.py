@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moe_course.aot import flops, hlo, predict
 from moe_course.aot.request import LOG, MEASURED, PROGRAM, REQUEST, XLA_FLAGS, Request
-from moe_course.aot.targets import RESERVED_BYTES, missing, te_missing
+from moe_course.aot.targets import RESERVED_BYTES, missing
 from moe_course.errors import RunError
 from moe_course.train.config import TrainConfig
 
@@ -109,7 +109,12 @@ def cache_folder() -> Path:
 
 def _compile(request: Request, folder: Path, timeout: float) -> None:
     """Run the worker; ``folder`` appears when all is in it."""
-    if reason := missing() or (request.config.backend == "te" and te_missing()):
+    reason = missing()
+    if not reason and request.config.backend == "te":
+        from moe_course.te import without_gpu  # imports JAX
+
+        reason = without_gpu.missing()
+    if reason:
         raise RunError(reason)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:

@@ -1,8 +1,6 @@
 """The GPUs that can be compiled for, and what XLA's compiler must be told of them. Imports no JAX."""
 
-import importlib
 import importlib.metadata
-import importlib.util
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -74,13 +72,6 @@ def missing() -> str:
     if _version(PACKAGES[0]) != jax:
         return f"{PACKAGES[0]} {_version(PACKAGES[0])} does not fit jax {jax}. {fix}"
     return ""
-
-
-def te_missing() -> str:
-    """Why no program that calls Transformer Engine can be compiled here; "" if it can."""
-    if importlib.util.find_spec("moe_course.te") is None:
-        return "this moe_course has no calls into Transformer Engine yet. Leave out --te."
-    return importlib.import_module("moe_course.te.without_gpu").missing()
 
 
 def compiler_versions() -> dict[str, str]:

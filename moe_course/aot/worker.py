@@ -6,7 +6,6 @@ Nothing of the model is ever allocated: state and batch are shapes with sharding
 """
 
 import gzip
-import importlib
 import json
 import math
 import resource
@@ -22,6 +21,7 @@ from jax.experimental import topologies
 from moe_course.aot.request import MEASURED, PROGRAM, REQUEST, train_config
 from moe_course.aot.targets import description, get_target, memory_bytes
 from moe_course.parallel import batch_sharding, make_mesh
+from moe_course.te import without_gpu
 from moe_course.train.config import TrainConfig
 from moe_course.train.step import abstract_state, make_train_step, state_shardings
 
@@ -88,8 +88,7 @@ def main(folder: Path) -> None:
     # The grouped GEMM asks which platform it is for; here that is not the one that this process runs on.
     jax.default_backend = lambda: "gpu"
     if config.backend == "te":
-        stub = importlib.import_module("moe_course.te.without_gpu")
-        stub.load(get_target(request["hardware"]).capability)
+        without_gpu.load(get_target(request["hardware"]).capability)
     mesh, device_bytes = gpu_mesh(config, request["hardware"], request["gpus"])
     compiled, seconds = compile_step(config, mesh)
     with gzip.open(folder / PROGRAM, "wt", compresslevel=5) as file:
