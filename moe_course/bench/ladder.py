@@ -332,7 +332,7 @@ def _bytes_of_program(options: Options, hlo: str, sent) -> dict:
 
 def _bytes_of_ledger(options: Options, plan: DispatchPlan, wire: str, real: bool, hlo: str, sent) -> dict:
     """Rows sent by the ledger, which must balance, times what a row is there and back."""
-    books = pair_books(SimpleNamespace(**sent))
+    books = pair_books(SimpleNamespace(plan=plan, **sent))
     if fault := check_pairs(books):
         raise RunError(f"the token ledger does not balance: {fault}.")
     rows = books.rows["sent"].sum() / (DEVICES * options.tokens_per_rank)
