@@ -100,12 +100,11 @@ DEEP = replace(MODEL, num_layers=5, num_dense_layers=2, mtp_depth=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 4)])
-def test_one_loop_over_layers_trains_as_layers_one_by_one(mesh):
+def test_one_loop_over_layers_trains_as_layers_one_by_one():
     """Three steps of either program, from the same state, with everything recomputed in a third."""
     results = []
     for how in ({}, {"scan_from": 1}, {"remat": "full"}):
-        run = Run(config(mesh, model=DEEP, **how))
+        run = Run(config(model=DEEP, **how))
         results.append(([run(random_batch(i)) for i in range(3)], snapshot(run.state)))
     (reference, (params, bias, *_)), *others = results
     for metrics, (their_params, their_bias, *_) in others:
