@@ -81,7 +81,7 @@ class ModelShape:
         attention = (self.attention_layers + self.mtp) * (self.attention_weights + self.q_rank + self.kv_rank)
         moe = (self.moe_layers + self.mtp) * (self.shared_weights + d * self.experts)
         dense = self.dense_layers * 3 * d * self.d_ff_dense
-        norms = (2 * self.layers + 1 + 4 * self.mtp) * d
+        norms = (2 * self.layers + 1 + 5 * self.mtp) * d
         return (
             attention + moe + dense + norms + 2 * d * self.vocab + self.mtp * 2 * d * d + self.other_weights
         )
