@@ -59,15 +59,14 @@ def predicted(config: TrainConfig) -> dict[str, int]:
     """``model, masked, recompute, padding, fallback`` by formula."""
     model = _forward(config)
     again = _again(config)
-    masked, computed = core_ratio(config.seq_len) - 1, {}
-    for name, flops in again.items():
-        computed[name] = flops * (1 + masked) if _is_core(name) else flops
+    masked = core_ratio(config.seq_len) - 1
+    computed = sum(again.values()) + masked * sum(again[name] for name in _CORE)
     routed = 3 * model["routed experts"] + again["routed experts"] if "routed experts" in model else 0
     padding, fallback = _surplus(config)
     return {
         "model": 3 * sum(model.values()),
         "masked": round(3 * masked * sum(model[name] for name in _CORE)),
-        "recompute": round(sum(computed.values())),
+        "recompute": round(computed),
         "padding": round(padding * routed),
         "fallback": round(fallback * routed),
     }
@@ -124,7 +123,3 @@ def _surplus(config: TrainConfig) -> tuple[float, float]:
     copies = config.tokens_per_device * config.model.top_k
     rows = plan.capacity if plan.ranks > 1 else copies
     return rows / copies - 1, rows / copies * (plan.experts_per_rank - 1)
-
-
-def _is_core(name: str) -> bool:
-    return name in _CORE

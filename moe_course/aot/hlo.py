@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -108,37 +109,33 @@ class Module:
     entry: str
     computations: dict[str, dict[str, Instruction]]
     unknown_loops: list[str] = field(default_factory=list)
-    """Loops that run as often as data says; they are counted once."""
+    """Loops that run as often as data says; they are counted once. Known after a first :meth:`walk`."""
 
     def walk(self) -> Iterator[tuple[str, Instruction, int]]:
         """(computation, instruction, how often it runs), for every instruction that runs."""
-        self.unknown_loops.clear()
-        for computation, times in self._times().items():
+        for computation, times in self._times.items():
             for instruction in self.computations[computation].values():
                 yield computation, instruction, times
 
+    @cached_property
     def _times(self) -> Counter:
-        """How often each computation runs. Callees come after their callers in this order."""
-        times: Counter = Counter({self.entry: 1})
-        for computation in self._callers_first():
-            for instruction in self.computations[computation].values():
-                for callee, factor in self._callees(instruction):
-                    times[callee] += times[computation] * factor
-        return times
-
-    def _callers_first(self) -> list[str]:
-        done: dict[str, None] = {}
+        """How often each computation runs."""
+        calls: dict[str, list[tuple[str, int]]] = {}  # callees before their callers
 
         def visit(name: str) -> None:
-            if name in done:
+            if name in calls:
                 return
-            for instruction in self.computations[name].values():
-                for callee, _ in self._callees(instruction):
-                    visit(callee)
-            done[name] = None
+            callees = [call for one in self.computations[name].values() for call in self._callees(one)]
+            for callee, _ in callees:
+                visit(callee)
+            calls[name] = callees
 
         visit(self.entry)
-        return list(reversed(done))
+        times: Counter = Counter({self.entry: 1})
+        for caller in reversed(calls):
+            for callee, factor in calls[caller]:
+                times[callee] += times[caller] * factor
+        return times
 
     def _callees(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Computations that an instruction runs, and how often. Not the sums of a reduction or a sort's order."""
@@ -153,7 +150,7 @@ class Module:
                 trips = _TRIPS.search(instruction.attributes)
                 if trips:
                     factor = int(trips.group(1))
-                elif instruction.name not in self.unknown_loops:
+                else:
                     self.unknown_loops.append(instruction.name)
             callees.append((name, factor))
         for names in _BRANCHES.findall(instruction.attributes):
