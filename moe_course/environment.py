@@ -103,21 +103,28 @@ def setup(devices: int = 8, *, platform: Literal["cpu", "gpu"] | None = None, qu
     """
     _check_arguments(devices, platform)
     started = backends_started()
-    if not started and devices > 1:
+    if not started:
+        prepare_cpu(devices)
+    import jax
+
+    with _only_on(jax, None if started else platform):
+        status = _status(jax, devices, platform, started)
+    if not quiet:
+        print(status)
+    return status
+
+
+def prepare_cpu(devices: int) -> None:
+    """What must be set before JAX starts, should it start on a CPU: devices, threads, memory."""
+    if devices > 1:
         # An env variable, because the client offers no other way; it also reaches child processes, which is
         # wanted: the workers of a data loader or a test run need the same cure. One device cannot starve another,
         # and is up to 1.5 times slower with more threads than cores: each product is cut into more pieces.
         os.environ.setdefault("NPROC", str(max(MIN_POOL_THREADS, 2 * devices, cpu_cores())))
     import jax
 
-    if not started:
-        jax.config.update("jax_num_cpu_devices", devices)
-        keep_freed_memory()
-    with _only_on(jax, None if started else platform):
-        status = _status(jax, devices, platform, started)
-    if not quiet:
-        print(status)
-    return status
+    jax.config.update("jax_num_cpu_devices", devices)
+    keep_freed_memory()
 
 
 def keep_freed_memory() -> bool:
@@ -148,6 +155,11 @@ def backends_started() -> bool:
         return False
     initialized = getattr(bridge, "backends_are_initialized", None)
     return bool(initialized() if initialized else getattr(bridge, "_backends", False))
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version, to compare by: (0, 10) of 0.10.2."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def cpu_cores() -> int:
@@ -296,7 +308,7 @@ def _pool_threads() -> int | None:
 
 def _thread_notes(jax, kind: str, devices: int) -> list[str]:
     """Warn about the deadlock of :data:`MIN_POOL_THREADS` where it can still happen."""
-    release = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    release = release_of(jax.__version__)
     threads = _pool_threads() or cpu_cores()
     if kind != "cpu" or devices == 1 or release >= (0, 11) or threads >= min(2 * devices, MIN_POOL_THREADS):
         return []

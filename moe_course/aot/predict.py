@@ -19,6 +19,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from moe_course.aot.hlo import Collective, wire_bytes
+from moe_course.environment import release_of
 from moe_course.parallel import DATA, EXPERT, FSDP
 from moe_course.scaling.flops import parameter_counts
 from moe_course.train.config import TrainConfig
@@ -51,7 +52,7 @@ def beside(found: list[Collective], config: TrainConfig, jax_version: str) -> li
 
 def expected(config: TrainConfig, jax_version: str) -> dict[tuple[str, str], float]:
     """Bytes by (kind, mesh axes)."""
-    scatters_embedding = tuple(map(int, jax_version.split(".")[:2])) >= (0, 12)
+    scatters_embedding = release_of(jax_version) >= (0, 12)
     terms: dict[tuple[str, str], float] = defaultdict(float)
     for kind, axes, size in [*_weights(config, scatters_embedding), *_tokens(config)]:
         group = {axis: getattr(config.mesh, axis) for axis in axes if getattr(config.mesh, axis) > 1}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from moe_course.environment import release_of
 from moe_course.errors import SettingError
 
 PACKAGES = ("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm")
@@ -82,7 +83,7 @@ def compiler_versions() -> dict[str, str]:
 def description(target: Target, jax_version: str) -> str:
     """What XLA must be told of the GPU, a text protobuf of the fields that this JAX's compiler knows."""
     text = (Path(__file__).parent / "devices" / f"{target.name}.txtpb").read_text()
-    if tuple(map(int, jax_version.split(".")[:2])) >= (0, 11):
+    if release_of(jax_version) >= (0, 11):
         return text
     return re.sub(rf"(?m)^  (?:{'|'.join(_NEWER)}): .*\n", "", text)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_course.environment import MIN_POOL_THREADS, backends_started
+from moe_course.environment import backends_started, prepare_cpu
 from moe_course.errors import SettingError
 from moe_course.train.run_dir import RunDir
 
@@ -44,15 +44,10 @@ def join(coordinator: str, processes: int, process: int, devices: int) -> Iterat
         raise SettingError(
             f"{devices} devices do not divide over {processes} processes. Set --devices to a multiple of {processes}."
         )
-    import os
-
-    import jax
-
     from moe_course import processes as meeting
 
-    if not backends_started():  # what setup() does, before joining starts JAX
-        os.environ.setdefault("NPROC", str(MIN_POOL_THREADS))
-        jax.config.update("jax_num_cpu_devices", devices // processes)
+    if not backends_started():  # joining starts JAX; setup() comes too late
+        prepare_cpu(devices // processes)
     with meeting.join(coordinator, processes, process):
         yield
 
