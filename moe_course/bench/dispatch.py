@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_course.bench.schedule import COLLECTIVES
+from moe_course.aot.hlo import COLLECTIVES
 from moe_course.bench.timing import interleaved, median_ratio
 from moe_course.dispatch import DISPATCHERS, DispatchPlan, combine, dispatch
 from moe_course.dispatch.hierarchical import relay_rows
@@ -23,6 +23,7 @@ from moe_course.dispatch.ledger import pair_books
 from moe_course.dispatch.plan import bucket_capacity
 from moe_course.parallel import MeshConfig, batch_sharding, make_mesh
 from moe_course.routing import Routing
+from moe_course.scaling.comm import copies_per_token
 
 DEVICES = 8
 NUMBER = 4
@@ -95,11 +96,6 @@ def plan_of(options: Options, dispatcher: str) -> DispatchPlan:
     )
 
 
-def rows_per_token(experts: int, top_k: int, ranks: int) -> float:
-    """Distinct ranks that uniform picks go to: R (1 - C(E - E/R, K) / C(E, K))."""
-    return ranks * (1 - math.comb(experts - experts // ranks, top_k) / math.comb(experts, top_k))
-
-
 def rows_across_nodes(options: Options, dispatcher: str) -> float:
     """Rows per token and way that leave a node, of uniform picks."""
     elsewhere = (options.nodes - 1) / options.nodes  # the share of experts, and of ranks, in other nodes
@@ -109,8 +105,8 @@ def rows_across_nodes(options: Options, dispatcher: str) -> float:
             "all_gather": float(DEVICES),
             "all_to_all": float(options.top_k),
             "ragged": float(options.top_k),
-            "dedup": rows_per_token(options.experts, options.top_k, DEVICES),
-            "hierarchical": rows_per_token(options.experts, options.top_k, options.nodes),
+            "dedup": copies_per_token(options.experts, options.top_k, DEVICES),
+            "hierarchical": copies_per_token(options.experts, options.top_k, options.nodes),
         }[dispatcher]
     )
 
@@ -184,9 +180,9 @@ def _figures(options: Options, plan: DispatchPlan, hlo: str, sent) -> dict:
     rows, expected, relayed = pairs.sum(), float(o.top_k), (0.0, 0.0)
     second = {"all_to_all": plan.capacity, "ragged": 0}.get(name, min(plan.capacity, DEVICES * tokens))
     if name in ("dedup", "hierarchical"):
-        expected = rows_per_token(o.experts, o.top_k, DEVICES)
+        expected = copies_per_token(o.experts, o.top_k, DEVICES)
     if name == "hierarchical":  # every row of the second hop was relayed
-        first = rows_per_token(o.experts, o.top_k, o.nodes)
+        first = copies_per_token(o.experts, o.top_k, o.nodes)
         relayed, expected = (rows - first, expected), expected + first
         second += relay_rows(o.nodes, tokens, plan)
     if name == "all_gather":

@@ -16,14 +16,6 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _NAME = re.compile(r"%?([\w.\-]+)")
-COLLECTIVES = (
-    "all-gather",
-    "all-to-all",
-    "reduce-scatter",
-    "all-reduce",
-    "collective-permute",
-    "ragged-all-to-all",
-)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class ExportOptions:
 
 def export_run(options: ExportOptions, console: Console) -> None:
     """Raises :class:`RunError` for a folder without a run or a checkpoint, or a model that is none of theirs."""
-    run = RunDir(options.run)
-    config = Run.read(options.run).model
+    run, saved = RunDir(options.run), Run.read(options.run)
+    config = saved.model
     if config is None:
         raise RunError(f"there is no run in {options.run}. Give its folder, for example runs/tiny.")
     if not backends_started():
@@ -43,7 +43,7 @@ def export_run(options: ExportOptions, console: Console) -> None:
     from moe_course.train.checkpoint import Checkpoints
     from moe_course.train.step import abstract_state
 
-    seq_len = run.read_json("config.json")["seq_len"]
+    seq_len = saved.config["seq_len"]
     config_to_hf(config, seq_len)  # refuses before anything is read
     mesh = MeshConfig(1, 1, 1)
     alike = TrainConfig(model=config, mesh=mesh, devices=1)

@@ -10,9 +10,10 @@ import pytest
 
 from moe_course import bench
 from moe_course.bench import ledger
-from moe_course.bench.dispatch import Options, collectives, rows_per_token
+from moe_course.bench.dispatch import Options, collectives
 from moe_course.dispatch.ledger import count
 from moe_course.layers import moe
+from moe_course.scaling.comm import copies_per_token
 from tests.dispatch.dispatch_cases import QUICK
 
 HLO = """
@@ -32,14 +33,14 @@ def test_the_parser_counts_results_and_the_operand_of_a_reduce_scatter():
 
 
 def test_b70_rows_per_token_closed_form():
-    assert round(rows_per_token(256, 8, 8), 3) == 5.295
-    assert round(rows_per_token(256, 8, 64), 3) == 7.676
-    assert round(rows_per_token(256, 8, 4), 1) == 3.6
-    assert round(rows_per_token(256, 8, 32), 1) == 7.3
+    assert round(copies_per_token(256, 8, 8), 3) == 5.295
+    assert round(copies_per_token(256, 8, 64), 3) == 7.676
+    assert round(copies_per_token(256, 8, 4), 1) == 3.6
+    assert round(copies_per_token(256, 8, 32), 1) == 7.3
     rng = np.random.default_rng(0)
     picks = rng.random((20_000, 64)).argsort(1)[:, :8] // 8
     drawn = np.mean([len(set(row)) for row in picks])
-    assert abs(drawn / rows_per_token(64, 8, 8) - 1) < 0.01
+    assert abs(drawn / copies_per_token(64, 8, 8) - 1) < 0.01
 
 
 @pytest.fixture(scope="module")

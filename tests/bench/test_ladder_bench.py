@@ -11,8 +11,8 @@ import pytest
 
 from moe_course import bench
 from moe_course.bench import ladder
-from moe_course.bench.dispatch import rows_per_token
 from moe_course.errors import RunError
+from moe_course.scaling.comm import copies_per_token
 from tests import oracle
 from tests.dispatch.dispatch_cases import QUICK
 
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_the_closed_forms(figures):
     assert figures["masked dense"]["bytes_of_first"] == 1
     assert figures["tiled grouped GEMM"]["bytes_per_token"] == k * (4 * d + 4 + 4 * d)
     rows = figures["dedup dispatch"]["rows_per_token"]
-    assert rows == pytest.approx(rows_per_token(TINY.experts, k, ladder.DEVICES), rel=0.10), (
+    assert rows == pytest.approx(copies_per_token(TINY.experts, k, ladder.DEVICES), rel=0.10), (
         "skew moves it a little"
     )
     assert rows < k

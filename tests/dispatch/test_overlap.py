@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_course.bench.schedule import COLLECTIVES, Program
+from moe_course.aot.hlo import COLLECTIVES
+from moe_course.bench.schedule import Program
 from moe_course.dispatch import DispatchPlan, ledger
 from moe_course.dispatch.plan import worst_case_capacity
 from moe_course.dispatch.waves import join_waves, one_wave, split_waves
