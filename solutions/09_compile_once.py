@@ -1137,7 +1137,7 @@ predict(
 # The text says what runs, and not for how long. A profile does: its events carry the names of instructions, and the text
 # says for each instruction which line of the layer it came from. `jax.named_scope` gave the stages their names.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 stages = ("router", "dispatch", "shared_expert", "experts", "combine")
 stage_of = {}
 for line in layer.as_text().splitlines():
