@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_HEAD = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?.*\{$")
+from moe_course.aot import hlo
+
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|branch_computations|called_computations)=\{?([^{}=]*)"
 )
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CONTROL = re.compile(r"control-predecessors=\{([^}]*)\}")
 _NAME = re.compile(r"%?([\w.\-]+)")
 
 
@@ -26,21 +27,17 @@ class Work:
     scopes: str
 
 
-@dataclass
-class _Instruction:
-    work: Work
-    operands: set[str]
-    called: list[str]
-
-
 class Program:
     """The entry computation of a compiled program (``jitted.lower(...).compile().as_text()``)."""
 
-    def __init__(self, hlo: str):
-        self._computations, self._entry = _parse(hlo)
+    def __init__(self, text: str):
+        module = hlo.parse(text)
+        self._computations, self._entry = module.computations, module.computations[module.entry]
         self._before: dict[str, frozenset[str]] = {}
         for name, instruction in self._entry.items():  # printed in an order in which all operands come first
-            above = [self._before[o] | {o} for o in instruction.operands if o in self._before]
+            control = _CONTROL.search(instruction.attributes)
+            needed = [*instruction.operands, *(_NAME.findall(control[1]) if control else ())]
+            above = [self._before[o] | {o} for o in needed if o in self._before]
             self._before[name] = frozenset().union(*above)
 
     def find(self, *scopes: str, operations: tuple[str, ...]) -> list[str]:
@@ -64,56 +61,10 @@ class Program:
         todo, seen = [self._entry[name]], set()
         while todo:
             instruction = todo.pop()
-            if wanted(instruction.work):
+            if wanted(Work(instruction.opcode, instruction.op_name)):
                 return True
-            for called in set(instruction.called) - seen:
+            named = {one for group in _CALLED.findall(instruction.attributes) for one in _NAME.findall(group)}
+            for called in (named & self._computations.keys()) - seen:
                 seen.add(called)
                 todo += self._computations[called].values()
         return False
-
-
-def _parse(hlo: str):
-    computations: dict[str, dict[str, _Instruction]] = {}
-    entry = current = None
-    for line in hlo.splitlines():
-        if not line.startswith((" ", "}")) and line.endswith("{") and (head := _HEAD.match(line)):
-            current = computations[head["name"]] = {}
-            entry = current if line.startswith("ENTRY") else entry
-        elif line.startswith(" ") and " = " in line and current is not None:
-            name, instruction = _instruction(line, current)
-            current[name] = instruction
-    for instructions in computations.values():
-        for instruction in instructions.values():
-            instruction.called = [name for name in instruction.called if name in computations]
-    if entry is None:
-        raise ValueError("no ENTRY computation: this is not the text of a compiled program")
-    return computations, entry
-
-
-def _instruction(line: str, known: dict) -> tuple[str, _Instruction]:
-    """``%name = type operation(operands), attributes``, one line."""
-    left, right = line.strip().removeprefix("ROOT ").split(" = ", 1)
-    right = right[_end_of_type(right) :].lstrip()
-    operation, rest = right.split("(", 1)
-    close = _closing(rest)
-    attributes = rest[close:]
-    control = re.search(r"control-predecessors=\{([^}]*)\}", attributes)
-    mentioned = rest[:close] + (" " + control[1] if control else "")
-    op_name = _OP_NAME.search(attributes)
-    called = [name for group in _CALLED.findall(attributes) for name in _NAME.findall(group)]
-    operands = {name for name in _NAME.findall(mentioned) if name in known}
-    return left.lstrip("%"), _Instruction(Work(operation, op_name[1] if op_name else ""), operands, called)
-
-
-def _end_of_type(text: str) -> int:
-    return _closing(text[1:]) + 2 if text.startswith("(") else text.index(" ")
-
-
-def _closing(text: str) -> int:
-    """Index of the parenthesis that closes one opened just before ``text``."""
-    depth = 1
-    for i, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if not depth:
-            return i
-    return len(text)
