@@ -8,7 +8,6 @@ Instructions are found by what they do (``dot``, ``all-to-all``) and by the ``ja
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from moe_course.aot import hlo
 
@@ -17,14 +16,6 @@ _CALLED = re.compile(
 )
 _CONTROL = re.compile(r"control-predecessors=\{([^}]*)\}")
 _NAME = re.compile(r"%?([\w.\-]+)")
-
-
-@dataclass(frozen=True)
-class Work:
-    """One instruction, or one inside a fusion, loop or call: its operation and the scopes it comes from."""
-
-    operation: str
-    scopes: str
 
 
 class Program:
@@ -41,11 +32,14 @@ class Program:
             self._before[name] = frozenset().union(*above)
 
     def find(self, *scopes: str, operations: tuple[str, ...]) -> list[str]:
-        """Names of entry instructions that do one of ``operations`` under all of ``scopes``, themselves or inside."""
+        """Names of entry instructions that do one of ``operations`` under all of ``scopes``, themselves or inside.
 
-        def wanted(work: Work) -> bool:
-            kind = work.operation.removesuffix("-start")
-            return kind in operations and all(scope in work.scopes for scope in scopes)
+        Inside is what a fusion, loop or call holds.
+        """
+
+        def wanted(one: hlo.Instruction) -> bool:
+            kind = one.opcode.removesuffix("-start")
+            return kind in operations and all(scope in one.op_name for scope in scopes)
 
         return [name for name in self._entry if self._contains(name, wanted)]
 
@@ -57,11 +51,11 @@ class Program:
         """Whether no instruction of either list needs one of the other."""
         return not any(a == b or self.needs(a, b) or self.needs(b, a) for a in some for b in others)
 
-    def _contains(self, name: str, wanted: Callable[[Work], bool]) -> bool:
+    def _contains(self, name: str, wanted: Callable[[hlo.Instruction], bool]) -> bool:
         todo, seen = [self._entry[name]], set()
         while todo:
             instruction = todo.pop()
-            if wanted(Work(instruction.opcode, instruction.op_name)):
+            if wanted(instruction):
                 return True
             named = {one for group in _CALLED.findall(instruction.attributes) for one in _NAME.findall(group)}
             for called in (named & self._computations.keys()) - seen:
