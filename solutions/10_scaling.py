@@ -1349,8 +1349,8 @@ for name, tflops, share in ladder.start_readings():
 # seven ways, each compared with float64. Four are timed in turn, as ratios; the devices share the cores of one machine,
 # so a ratio says what the work costs there and nothing about a network. The last three are judged by bytes: a CPU has
 # no ragged all-to-all to time. Where a rung is slower than the one before, ask what it pads, and to what. Recorded
-# once, with nothing else running. The digits belong to that JAX: 0.12 runs the loop faster, and the tiled rung is then
-# 7 to 8 times its speed on the same machine. Take the order from it, and run your own.
+# once, with nothing else running. The digits belong to that JAX: under 0.12, on the same machine, the tiled rung was 7 to
+# 8 times as fast as the loop. Take the order from it, and run your own.
 
 # %%
 own_ladder = recorded("ladder")
